@@ -176,7 +176,11 @@ class _Endpoint:
         """Mark this endpoint as broken by `error`, unless it is broken already."""
 
     def close(self, refusing: Callable[[int, Any], object], /) -> None:
-        """Refuse every call with `refusing` from now on. The mapping is released when the owner has left."""
+        """Refuse every call with `refusing` from now on. The mapping is released when the owner has left.
+
+        When a writer's `close` returns nothing more is published, and what was published is counted: it waits until the
+        record that another thread copies is there, which depends on nobody else.
+        """
 
 class WriteEndpoint(_Endpoint):
     """The endpoint of the writer of a ring.

@@ -257,6 +257,9 @@ class QueueWriter:
     def close(self, timeout_s: AnyTimeout = None) -> None:
         """End the queue: readers get the messages that were written, then `ClosedError`. Idempotent.
 
+        If another thread is inside of `enqueue`, either all readers get its message or none does, whatever that call
+        raises. Its copy into shared memory is waited for, its wait for room is ended.
+
         Args:
             timeout_s: Seconds that readers on other hosts have to take the messages that were written. The default
                 and the maximum is `lost_after_s` of the remote settings. A later reader gets a `PeerLostError`.
@@ -269,6 +272,10 @@ class QueueWriter:
         finally:
             try:
                 self._ring.close()
+            except BaseException:
+                # Now, not later: another thread may put a message into an open ring, behind the END of other readers.
+                self._ring.close()
+                raise
             finally:
                 self._remote.close(timeout_s)
 

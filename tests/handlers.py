@@ -14,9 +14,13 @@ class Interrupt(BaseException):
 
 PLACES = (
     "shm_broadcast/queue.py",
+    "/threading.py",
     "shm_broadcast/turn.py",
     "zmq/sugar/socket.py",
-    *(f"shm_broadcast/remote/{name}.py" for name in ("end", "ledger", "reader", "reads", "wire", "writer")),
+    *(
+        f"shm_broadcast/remote/{name}.py"
+        for name in ("end", "ledger", "news", "reader", "reads", "wire", "writer")
+    ),
 )
 """The files in which a handler of these tests runs."""
 

@@ -46,6 +46,7 @@ def remote_queue(
     local: Sequence[int] = (),
     writer: int = 0,
     warn_after_s: float = 60.0,
+    ring_bytes: int = MIN_RING_BYTES,
     **remote_settings: Any,
 ) -> Iterator[tuple[QueueWriter, dict[int, QueueReader]]]:
     """Create a queue whose writer and readers are in this process; yield the writer, and the readers by rank."""
@@ -55,7 +56,7 @@ def remote_queue(
             QueueWriter.create(
                 "steps",
                 local,
-                BroadcastSettings(ring_bytes=MIN_RING_BYTES, warn_after_s=warn_after_s),
+                BroadcastSettings(ring_bytes=ring_bytes, warn_after_s=warn_after_s),
                 writer=writer,
                 remote_readers={rank: pair.public for rank, pair in keys.items()},
                 bind_address=HERE,

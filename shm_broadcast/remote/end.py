@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ import msgspec
 from shm_broadcast.errors import ClosedError, CommTimeoutError, GroupBrokenError, InternalError, UsageError
 from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import fork_count, this_process
+from shm_broadcast.remote.news import News
 from shm_broadcast.settings import BroadcastSettings
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -46,12 +48,13 @@ class RemoteEnd(ABC):
         self._is_closing = self._is_stopping = self._is_closed = False
         # A signal handler has closed this end inside of a call, which does what is to be done when it ends.
         self._is_deferred = False
-        # Guards single uses of the socket, and is entered by itself even where `_changed` waits on it: a signal handler
-        # that raises cannot come between a native lock and the block that releases it.
+        # Guards single uses of the socket. A signal handler that raises cannot come between a native lock and the block
+        # that releases it.
         self._lock = threading.RLock()
         self._finishing = threading.RLock()  # held by the thread that does what `close` has to do
         self._is_serving = False
-        self._is_over = threading.Event()  # set when the thread uses nothing of this end any more
+        self._is_over = False  # the thread uses nothing of this end any more, except for the lock
+        self._news = News()  # told with the lock held
         self._cause: BaseException | None = None  # the failure that has been raised
         self._thread = threading.Thread(target=self._serve, name="group-coordinator-remote", daemon=True)
 
@@ -107,14 +110,15 @@ class RemoteEnd(ABC):
         now = time.monotonic()
         start = now if since is None else since
         warn_at = start + self._settings.warn_after_s
+        news = self._news.next
         while not is_over():
             if timeout_s is not None and now - start >= timeout_s:
                 self._raise_late(call, timeout_s, *missing())
             if self.warns and now >= warn_at:
                 logger.warning("%s: waiting for %.0f s: %s", self._where(call), now - start, missing()[0])
                 warn_at = now + self._settings.warn_after_s
-            self._sleep((warn_at if timeout_s is None else min(warn_at, start + timeout_s)) - now)
-            now = time.monotonic()
+            self._sleep(news, (warn_at if timeout_s is None else min(warn_at, start + timeout_s)) - now)
+            now, news = time.monotonic(), self._news.next
 
     def _raise_late(self, call: str, timeout_s: float, what: str, ranks: Sequence[int]) -> NoReturn:
         raise CommTimeoutError(f"{self._where(call)}: {what} within {timeout_s:.1f} s", missing=ranks)
@@ -130,8 +134,8 @@ class RemoteEnd(ABC):
         return False
 
     @abstractmethod
-    def _sleep(self, seconds: float) -> None:
-        """Sleep until something may have changed, or for about `seconds`."""
+    def _sleep(self, news: threading.Lock, seconds: float) -> None:
+        """Sleep until something may have changed since `news` was the next change, or for about `seconds`."""
 
     def _start(self) -> None:
         """Start the thread; close this end if that fails, or a signal handler interrupts it."""
@@ -154,7 +158,9 @@ class RemoteEnd(ABC):
             broken.__cause__ = error
             self._break(broken)
         finally:
-            self._is_over.set()
+            with self._lock:
+                self._is_over = True
+                self._news.tell()
 
     def _stop_thread(self, waker: int) -> None:
         """Let the thread end, which sleeps on the eventfd `waker`, and wait for that. Can be done again."""
@@ -162,10 +168,10 @@ class RemoteEnd(ABC):
             self._is_stopping = True
             is_serving = self._is_serving
         if is_serving:
-            if not self._is_over.is_set():
+            if not self._is_over:
                 os.eventfd_write(waker, 1)
             # Not `join` alone: when a signal handler raises in it, Python takes the thread for ended, which still runs.
-            self._is_over.wait()
+            self._news.await_until(math.inf, lambda: self._is_over)
             self._thread.join()
 
     @abstractmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import threading
 import time
 from contextlib import suppress
 from typing import Final, NoReturn, Self
@@ -244,7 +245,7 @@ class RemoteReader(RemoteReads):
             self._cause = self._failure
             raise self._failure
 
-    def _sleep(self, seconds: float) -> None:
+    def _sleep(self, _news: threading.Lock, seconds: float) -> None:
         self._poll.poll(max(0.0, seconds) * 1000 + 1)
 
     def _culprits(self) -> tuple[int, ...]:

@@ -35,10 +35,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 # At most 4 zmq threads encrypt: that many already outrun one network card.
 _MOST_IO_THREADS: Final = 4
 
-# How long `close` waits for another thread inside of `enqueue`, whose ring it has closed. That thread needs some
-# microseconds, and a core.
-_LAST_WRITE_S: Final = 1.0
-
 # How the two frames of a record are sent: the name of its connection, and what zmq owns already.
 _FLAGS: Final = (int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK))
 _COPIES: Final = (True, False)
@@ -64,13 +60,11 @@ class RemoteWriter(RemoteEnd):
         super().__init__(name, settings)
         keys = RemoteKeys.generate()
         self._remote = remote
-        self._changed = threading.Condition(self._lock)
         self._is_ended = False  # END was sent, and no part can follow
         self._farewell_s = remote.lost_after_s  # how long `close` waits for the readers
         self._ledger = Ledger(readers, remote.high_water_bytes)
         # The parts of a message that goes to the readers on the writer's host first, and how many messages those have.
         self._ready: list[Part] = []
-        self._reserver = 0  # the thread that has reserved for them
         self._written: Callable[[], int] = _nothing_written
         self._is_waiting = False
         self._wake = new_eventfd()
@@ -154,16 +148,16 @@ class RemoteWriter(RemoteEnd):
                 self.check("enqueue")
                 self._send_ready()
                 self._ready = []
-                if self._ledger.in_the_way(message.nbytes):
-                    start = time.monotonic()
-                    self._await_room(message.nbytes, timeout_s)
-                    left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
-                self._written = written
+                is_full = bool(self._ledger.in_the_way(message.nbytes))
+            if is_full:
+                start = time.monotonic()
+                self._await_room(message.nbytes, timeout_s)
+                left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
         finally:
             if self._is_deferred:
                 self._close()
         # Without the lock: the thread must answer while a long message is copied. Nobody else adds parts.
-        self._reserver, self._ready = threading.get_ident(), self._ledger.cut(message)
+        self._written, self._ready = written, self._ledger.cut(message)
         return left
 
     def publish(self) -> None:
@@ -177,8 +171,6 @@ class RemoteWriter(RemoteEnd):
             with self._lock:
                 self._send_ready()
                 is_sent, self._ready = not self._ready, []
-                if self._is_closing:
-                    self._changed.notify_all()
                 return is_sent
         finally:
             if self._is_deferred:
@@ -222,26 +214,31 @@ class RemoteWriter(RemoteEnd):
         """Wait until every reader has room for `nbytes`."""
 
         def has_room() -> bool:
-            self.check("enqueue")
-            return not self._ledger.in_the_way(nbytes)
+            self._check_open("enqueue")
+            with self._lock:
+                self.check("enqueue")
+                return not self._ledger.in_the_way(nbytes)
 
         def missing() -> tuple[str, list[int]]:
-            who, ranks = self._named(self._ledger.in_the_way(nbytes))
+            with self._lock:
+                who, ranks = self._named(self._ledger.in_the_way(nbytes))
             return f"no room, behind are {who}", ranks
 
         start = time.monotonic()
         self._waits += 1
-        # Readers acknowledge only occasionally: ask for their progress before blaming one.
-        self._is_waiting = True
-        self._beat()
         try:
+            # Readers acknowledge only occasionally: ask for their progress before blaming one.
+            with self._lock:
+                self.check("enqueue")
+                self._is_waiting = True
+                self._beat()
             self._wait("enqueue", timeout_s, has_room, missing)
         finally:
             self._is_waiting = False
             self._waited_s += time.monotonic() - start
 
-    def _sleep(self, seconds: float) -> None:
-        self._changed.wait(min(seconds, 1.0))
+    def _sleep(self, news: threading.Lock, seconds: float) -> None:
+        self._news.sleep(news, seconds)
 
     def absent(self) -> list[int]:
         """Return the ranks that have not opened their end."""
@@ -271,13 +268,7 @@ class RemoteWriter(RemoteEnd):
             who, ranks = self._named([self._ledger.links[rank] for rank in self.absent()])
             return f"no reader {who}", ranks
 
-        self._check_open("wait_until_ready")
-        try:
-            with self._lock:
-                self._wait("wait_until_ready", timeout_s, has_everybody, missing)
-        finally:
-            if self._is_deferred:
-                self._close()
+        self._wait("wait_until_ready", timeout_s, has_everybody, missing)
 
     def statistics(self) -> QueueStatistics:
         """Return what was sent and each reader's progress, at most one heartbeat old. Works on a broken queue too."""
@@ -308,7 +299,7 @@ class RemoteWriter(RemoteEnd):
     def _break(self, error: InternalError) -> None:
         with self._lock:
             self._cause = self._cause or error
-            self._changed.notify_all()
+            self._news.tell()
 
     def _loop(self) -> None:
         poller = zmq.Poller()
@@ -347,7 +338,7 @@ class RemoteWriter(RemoteEnd):
         link.is_lost = True
         self._gatekeeper.expel(link.rank)
         logger.warning("queue %r: lost reader %s", self.name, self._ledger.describe([link]))
-        self._changed.notify_all()
+        self._news.tell()
 
     def _beat(self) -> None:
         """Send a heartbeat to every connected reader; it also reveals broken connections."""
@@ -402,12 +393,12 @@ class RemoteWriter(RemoteEnd):
             return
         elif record.kind == Kind.ACK:
             self._ledger.acknowledge(link, record.first, record.second)
-            self._changed.notify_all()
+            self._news.tell()
         elif record.kind == Kind.AGAIN:
             self._send_after(link, record.second)
         elif record.kind == Kind.BYE:
             link.has_left, link.route = True, None
-            self._changed.notify_all()
+            self._news.tell()
         else:
             raise DecodeError(f"rank {link.rank} sent a record of unknown kind {record.kind}")
 
@@ -437,7 +428,7 @@ class RemoteWriter(RemoteEnd):
         self._push(link, zmq.Frame(welcome))
         if is_new:
             self._send_after(link, received)
-        self._changed.notify_all()
+        self._news.tell()
 
     def _send_after(self, link: Link, received: int) -> None:
         """Send everything after part `received` over the current connection."""
@@ -467,9 +458,10 @@ class RemoteWriter(RemoteEnd):
         self._close()
 
     def _finish(self, within_s: float | None) -> None:
-        with self._lock:
-            if not self._is_stopping:
-                self._send_end(self._farewell_s if within_s is None else min(within_s, self._farewell_s))
+        start = time.monotonic()
+        self._send_end()
+        within_s = self._farewell_s if within_s is None else min(within_s, self._farewell_s)
+        self._news.await_until(start + within_s, self._is_finished)
         self._stop_thread(self._wake)
         self._router.close(0)
         self._gatekeeper.socket.close(0)
@@ -481,21 +473,23 @@ class RemoteWriter(RemoteEnd):
         self._ledger.clear()
         self._is_closed = True
 
-    def _send_end(self, within_s: float) -> None:
-        """Send END and wait until every reader has received everything; the caller holds the lock."""
-        deadline = time.monotonic() + within_s
-        if self._reserver != threading.get_ident():
-            # The local readers may have the message already, whose writer has not come so far as to count it.
-            self._changed.wait_for(lambda: not self._ready, min(within_s, _LAST_WRITE_S))
-        self._send_ready()
-        self._is_ended = True
-        self._push_to_all(self._end())
-        self._changed.notify_all()
-        # A thread that has failed receives no more acknowledgements.
-        self._changed.wait_for(
-            lambda: isinstance(self._cause, InternalError) or self._ledger.has_everybody_everything(),
-            max(deadline - time.monotonic(), 0.0),
-        )
+    def _send_end(self) -> None:
+        """Send what the local readers have, and then END; nothing if the thread is to end, which comes after that."""
+        with self._lock:
+            if self._is_stopping:
+                return
+            # The ring was closed before: what it has is counted, and no other message comes into it.
+            self._send_ready()
+            self._is_ended = True
+            self._push_to_all(self._end())
+            self._news.tell()
+
+    def _is_finished(self) -> bool:
+        """Return whether every reader has received everything, or nothing more can be learnt of that."""
+        with self._lock:
+            # A thread that is gone receives no more acknowledgements.
+            is_over = self._is_stopping or isinstance(self._cause, InternalError)
+            return is_over or self._ledger.has_everybody_everything()
 
     def __repr__(self) -> str:
         """Name the queue, its address and its ranks, never a key."""

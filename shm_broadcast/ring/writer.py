@@ -241,6 +241,7 @@ class RingEnd(ABC):
         with self._closer:
             self._closing = True
             # Close the endpoint first: ending the ring wakes a waiting thread, whose next call must find it closed.
+            # Behind the close of a writer's, no thread publishes a record, which not all readers would see.
             self.endpoint.close(partial(_refuse, self._where(self.call), self._forks, self.guard, self.call))
             memory = self._memory
             if memory is not _NOTHING:

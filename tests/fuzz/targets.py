@@ -27,6 +27,7 @@ from shm_broadcast.handle import QueueHandle
 from shm_broadcast.liveness import this_process
 from shm_broadcast.remote import reader, wire, writer
 from shm_broadcast.remote.ledger import Inbox, Ledger
+from shm_broadcast.remote.news import News
 from shm_broadcast.remote.wire import Kind, pack
 from shm_broadcast.segment import Handover, Hello
 from tests.hostile_frames import array as array_frame
@@ -321,7 +322,7 @@ def _reader(endpoint: RemoteEndpoint) -> Any:
 def _writer(endpoint: RemoteEndpoint) -> Any:
     end: Any = writer.RemoteWriter.__new__(writer.RemoteWriter)
     end.endpoint, end._router, end._identity, end.name = endpoint, _Socket(), b"", "q"
-    end._changed = SimpleNamespace(notify_all=lambda: None)
+    end._news = News()
     end._is_ended, end._send = False, end._router.send
     messages = [encode({"step": number}) for number in range(3)]
 

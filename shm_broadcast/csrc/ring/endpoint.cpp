@@ -107,6 +107,32 @@ void leave(Endpoint* end) {
     }
 }
 
+void begin_copy(Endpoint* end) { end->copying->store(kCopies, std::memory_order_relaxed); }
+
+void end_copy(Endpoint* end) {
+    // SYNC copy->close (release): what was published comes before the end of the queue.
+    if (end->copying->exchange(kCopiesNothing, std::memory_order_release) == kIsAwaited) ring::futex_wake_all(*end->copying);
+}
+
+namespace {
+
+// Waits until no thread copies a record. The caller, which holds the GIL, has closed the endpoint, so that no copy begins.
+void await_copy(Endpoint* end) {
+    // In a forked child the thread that copied does not exist. It publishes nothing there.
+    if (is_inherited(end)) return;
+    std::atomic<uint32_t>& word = *end->copying;
+    Py_BEGIN_ALLOW_THREADS
+    // SYNC copy->close (acquire): the end of the queue comes behind what was published.
+    for (uint32_t seen = word.load(std::memory_order_acquire); seen != kCopiesNothing; seen = word.load(std::memory_order_acquire)) {
+        if (seen == kIsAwaited || word.compare_exchange_strong(seen, kIsAwaited, std::memory_order_relaxed)) {
+            ring::futex_wait(word, kIsAwaited, kSliceNs);
+        }
+    }
+    Py_END_ALLOW_THREADS
+}
+
+}  // namespace
+
 Deadline deadline(long long timeout_ns) {
     return {timeout_ns, timeout_ns < 0 ? kForever : ring::now_ns() + static_cast<uint64_t>(timeout_ns)};
 }
@@ -190,6 +216,7 @@ void dealloc(PyObject* self) {
     release_memory(endpoint_of(self));
     drop_signal(endpoint_of(self));
     delete endpoint_of(self)->left;
+    delete endpoint_of(self)->copying;
     clear(self);
     delete endpoint_of(self)->kept;
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
@@ -228,7 +255,8 @@ Endpoint* make(PyTypeObject* type, PyObject* memory, PyObject* hook, const char*
     if (!read_mode(mode, &end->mode)) return nullptr;
     end->view = new (std::nothrow) View;
     end->left = new (std::nothrow) std::atomic<uint32_t>(0);
-    if (end->view == nullptr || end->left == nullptr) return reinterpret_cast<Endpoint*>(PyErr_NoMemory());
+    end->copying = new (std::nothrow) std::atomic<uint32_t>(kCopiesNothing);
+    if (end->view == nullptr || end->left == nullptr || end->copying == nullptr) return reinterpret_cast<Endpoint*>(PyErr_NoMemory());
     if (!end->view->acquire(memory, PyBUF_WRITABLE)) return nullptr;
     end->ring = new (std::nothrow) Ring(end->view->data(), end->view->size());
     if (end->ring == nullptr) return reinterpret_cast<Endpoint*>(PyErr_NoMemory());
@@ -395,17 +423,20 @@ constexpr Constant constants[] = {
 
 }  // namespace
 
-// close(refusing): calls `refusing` instead of `look_around` from now on. Wakes the threads that wait for their turn. The
-// mapping is released when the owner has left.
+// close(refusing): calls `refusing` instead of `look_around` from now on. Wakes the threads that wait for their turn. When it
+// returns nothing more is published, and what was published is counted: it waits for the copy of a record, which waits for nobody.
+// The mapping is released when the owner has left.
 PyObject* close(PyObject* self, PyObject* refusing) {
     Endpoint* end = endpoint_of(self);
     end->is_closed = true;
     drop_signal(end);
     const Ref before(end->look_around);
     end->look_around = Py_NewRef(refusing);
-    if (end->owner == 0) release_memory(end);
     end->left->fetch_add(1, std::memory_order_relaxed);
     ring::futex_wake_all(*end->left);
+    await_copy(end);
+    count_message(end);
+    if (end->owner == 0) release_memory(end);
     Py_CLEAR(end->cause);
     Py_RETURN_NONE;
 }

@@ -59,6 +59,7 @@ struct Endpoint {
     unsigned int tag;  // in a reader that of the latest message that was received, in a writer that of whole messages it sends
     unsigned long long messages;
     unsigned long long nbytes;
+    unsigned long long completes;   // length of the message whose last record is being published and that is not counted yet, or 0
     unsigned long long arrived_ns;  // when the last message came
     codec::Assembly* assembly;      // nullptr in a writer
     // Messages that were taken out of the ring and that Python has not taken over yet, the next one first; nullptr in a writer.
@@ -69,6 +70,7 @@ struct Endpoint {
     codec::View* bell_view;  // holds the memory of the ring's bell; nullptr if there is none
     std::atomic<uint32_t>* left;  // futex word that changes when a call ends while other threads wait for their turn
     uint32_t queued;              // number of threads that wait for their turn
+    std::atomic<uint32_t>* copying;  // futex word, a value of Copying
     uint64_t loans;               // number of loans so far
     unsigned long long lent_bytes;  // length of the message on loan, once the application has it
     Pacer pacer;
@@ -78,6 +80,9 @@ struct Endpoint {
     long long timeout_ns;  // time-out of `exchange`; negative if there is none
     int signal;            // the reader's: its own descriptor of the eventfd that tells whether there is a message, or -1
 };
+
+// What a writer's call does without the GIL: nothing that `close` waits for, the copy of a record, or one that a `close` awaits.
+enum Copying : uint32_t { kCopiesNothing = 0, kCopies = 1, kIsAwaited = 2 };
 
 inline Endpoint* endpoint_of(PyObject* self) { return reinterpret_cast<Endpoint*>(self); }
 
@@ -129,6 +134,17 @@ private:
     Endpoint* const end_;
     bool is_mine_;
 };
+
+// Tell `close` that the calling thread, which lets go of the GIL meanwhile, publishes a record. What it does there waits for nobody.
+void begin_copy(Endpoint* end);
+void end_copy(Endpoint* end);
+// Counts the message that `completes` tells of. The writing thread does this, or `close` if that comes first.
+inline void count_message(Endpoint* end) {
+    if (end->completes == 0) return;
+    end->messages += 1;
+    end->nbytes += end->completes;
+    end->completes = 0;
+}
 
 // Returns the deadline of a call that begins now.
 Deadline deadline(long long timeout_ns);

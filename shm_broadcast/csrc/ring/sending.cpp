@@ -35,23 +35,16 @@ public:
     }
     bool has_room() { return ring_.has_room(next()); }
 
-    // Publishes the next record, for which there is room.
+    // Publishes the next record, for which there is room. The endpoint must not be closed: the caller has looked since it took the
+    // GIL, and has run no Python code since.
     void advance() {
         const size_t payload = next();
-        if (payload <= kUnlockedCopy) {
-            publish(payload);
-        } else {
-            Py_BEGIN_ALLOW_THREADS
-            if (is_whole_) stream();
-            else publish(payload);
-            Py_END_ALLOW_THREADS
-        }
+        end_->completes = done_ + payload == total_ ? total_ : 0;
+        if (payload <= kUnlockedCopy) publish(payload);
+        else publish_unlocked(payload);
         done_ += payload;
         end_->is_cut = done_ < total_;
-        if (is_over()) {
-            end_->messages += 1;
-            end_->nbytes += total_;
-        }
+        count_message(end_);
     }
 
     // Polls and then sleeps until there is room, or `budget` is used up.
@@ -68,6 +61,17 @@ private:
         pieces_.copy(ring_.reserve(payload), done_, payload);
         const bool ends = done_ + payload == total_;
         ring_.publish(payload, is_whole_ ? ring::kWhole : ends ? ring::kLastPart : ring::kPart, total_, ends, tag_);
+    }
+
+    // Publishes a long record without the GIL. Readers must not see the end of the queue before it, so `close` waits meanwhile.
+    void publish_unlocked(size_t payload) {
+        begin_copy(end_);
+        Py_BEGIN_ALLOW_THREADS
+        if (is_whole_) stream();
+        else publish(payload);
+        // Before the thread takes the GIL, which it may never get if the interpreter exits.
+        end_copy(end_);
+        Py_END_ALLOW_THREADS
     }
 
     // Publishes the record first and then fills it in, while readers copy the part that is already there.
@@ -173,8 +177,8 @@ bool write_parts(Endpoint* end, Writing& writing, PyObject* total, const Deadlin
             ok = ok && await(end, writing, refusal, total, deadline);
             end->waited_ns += ring::now_ns() - start;
         }
-        // Python code that has run meanwhile may have made a forked child of this process.
-        if (ok && is_inherited(end)) ok = refuse(end, kUnusable);
+        // Python code that has run meanwhile may have made a forked child of this process, or have closed the endpoint.
+        ok = ok && check_usable(end);
         if (!ok) break;
         writing.advance();
         if (writing.is_over()) break;

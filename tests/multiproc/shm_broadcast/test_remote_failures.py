@@ -267,7 +267,7 @@ def test_a_reader_that_has_failed_takes_no_processor_time() -> None:
     with remote_queue() as (writer, readers):
         readers[1].fileno()
         leg: Any = writer._remote
-        with leg._changed:
+        with leg._lock:
             leg._push_to_all(zmq.Frame(pack(99)))
         far: Any = readers[1]._ring
         wait_until(lambda: far._failure is not None, "the failure")

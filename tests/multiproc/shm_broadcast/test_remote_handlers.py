@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from shm_broadcast.codec import Message
+from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import CommTimeoutError, UsageError
-from shm_broadcast.queue import QueueReader, dequeue_any
+from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
 from shm_broadcast.remote.ledger import Ledger, Part
 from tests.handlers import Interrupt, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
-from tests.remotes import remote_queue
+from tests.remotes import HERE, remote_queue
 from tests.waiting import wait_until
 
 
@@ -193,4 +194,22 @@ def test_a_handler_that_raises_in_a_write_parts_no_readers(then: str, nbytes: in
             assert len({end.statistics().messages for end in readers.values()}) == 1, step
             if not is_interrupted:
                 break
+        assert step > 20
+
+
+@pytest.mark.guarantee("R14")
+@pytest.mark.parametrize("call", ["enqueue", "wait_until_ready"])
+def test_what_a_handler_raises_while_a_writer_waits_passes_unchanged(call: str) -> None:
+    """Wherever it raises in a wait for a reader, nothing is sent, and no error of a lock takes its place."""
+    own = RemoteKeys.generate().public
+    settings = RemoteSettings(high_water_bytes=65536)
+    with QueueWriter.create("steps", remote_readers={1: own}, bind_address=HERE, remote=settings) as writer:
+        writer.enqueue(bytes(60_000))
+        wait = partial(writer.enqueue, bytes(60_000)) if call == "enqueue" else writer.wait_until_ready
+        for step in count():
+            try:
+                assert raising_at(step, partial(wait, 0.02))
+            except CommTimeoutError:
+                break
+            assert writer.statistics().messages == 1
         assert step > 20

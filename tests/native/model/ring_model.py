@@ -6,7 +6,8 @@ ring, after a skip. Every access to shared memory in `csrc/ring/ring.hpp` is a s
 filled or copied is one too. A sleeping process continues after a wake-up or, once a peer is dead, when its slice of
 time has passed. A scenario may stream records of two units: the writer publishes the header alone and then fills the
 record unit by unit, and readers copy what is filled. A scenario may also announce each message, which wakes readers
-although there is nothing to read yet.
+although there is nothing to read yet. A thread that closes the writer first says so within the writer's process, then
+waits while the writer copies and publishes, and only then stores the end.
 
 The model leaves out: memory that is weaker than sequentially consistent (the parking protocol uses seq_cst operations
 and fences, and the thread sanitizer checks the edges of the payload); that the `consumed` words are read one by one
@@ -26,7 +27,8 @@ __all__ = ["BUGS", "NEARLY", "Outcome", "Scenario", "explore"]
 
 State = tuple[Any, ...]
 
-PUBLISHED, SEQUENCE, CLOSED, WORD, WAITING, MESSAGE, SEEN, LEFT, WRITER, CLOSER, FILLED, CELLS = range(12)
+PUBLISHED, SEQUENCE, CLOSED, WORD, WAITING, MESSAGE, SEEN, LEFT, WRITER, CLOSER, FILLED = range(11)
+SHUT, COPYING, CELLS = range(11, 14)
 CONSUMED, PARKED, READER, READER_SEEN, NEXT, TAKEN = range(6)
 FIELDS = 6
 SKIP, HEADER = -1, -2
@@ -46,6 +48,7 @@ BUGS = (
     "a stream ends without a wake-up",
     "a streamed record is given back before all of it is there",
     "units are told as filled before they are",
+    "the end is stored while the writer copies",
 )
 NEARLY = (
     "parked flags are read before the sequence changes",
@@ -121,7 +124,7 @@ class Protocol:
         """Return the state before the first step."""
         closer = ("may_close",) if self.scenario.closer else ("done",)
         reader = (0, 0, ("look",), 0, 1, NONE_TAKEN)
-        writer = (0, 0, 0, 0, 0, 1, 0, 0, ("begin",), closer, 0)
+        writer = (0, 0, 0, 0, 0, 1, 0, 0, ("begin",), closer, 0, 0, 0)
         return writer + (0,) * self.scenario.units + reader * self.scenario.readers
 
     def of(self, reader: int, field: int) -> int:
@@ -186,7 +189,7 @@ class Protocol:
     # ---------------------------------------------------------------- writer
 
     def at_begin(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
-        if state[CLOSED]:
+        if state[SHUT]:
             yield {slot: ("done",)}
         elif state[MESSAGE] > len(self.scenario.sizes):
             yield {slot: ("close", ("done",)) if self.scenario.closes else ("done",)}
@@ -194,7 +197,7 @@ class Protocol:
             yield {slot: ("announce", 0)}
         elif self.has_room(state):
             fill = ("head", 0) if self.is_streamed(state[MESSAGE]) else ("fill", 0)
-            yield {slot: ("publish",) if self.has(4) else fill}
+            yield {slot: ("publish",) if self.has(4) else fill, COPYING: 1}
         elif self.gone(state):
             yield {slot: ("close", ("done",))}
         else:
@@ -306,16 +309,18 @@ class Protocol:
             yield changes
 
     def at_next(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
-        """Accept the message, unless another thread has closed the queue meanwhile."""
-        if state[CLOSED]:
-            yield {slot: ("done",)}
-        else:
-            yield {slot: ("begin",), MESSAGE: state[MESSAGE] + 1}
+        """Count the message. If another thread has closed the writer meanwhile, the next step sees that."""
+        yield {slot: ("begin",), MESSAGE: state[MESSAGE] + 1, COPYING: 0}
 
     # ---------------------------------------------------------------- waking and closing
 
     def at_may_close(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
-        yield {slot: ("close", ("done",))}
+        yield {slot: ("drain",), SHUT: 1}
+
+    def at_drain(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        """Wait until the writer copies nothing."""
+        if not state[COPYING] or self.has(13):
+            yield {slot: ("close", ("done",))}
 
     def at_close(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
         then = state[slot][1]

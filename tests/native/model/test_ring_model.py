@@ -10,6 +10,7 @@ RIGHT = {
     "two readers, a ring of one record": Scenario((2, 2), units=2, readers=2),
     "two readers, an idle writer": Scenario((1, 1), units=1, readers=2, closes=False),
     "another thread closes": Scenario((2, 1, 2), closer=True),
+    "another thread closes the writer of two readers": Scenario((1,), units=1, readers=2, closer=True),
     "another thread closes while a record is held": Scenario(
         (2, 1, 2, 2), closer=True, lingers=True, closes=False
     ),
@@ -43,6 +44,7 @@ WRONG = dict.fromkeys(BUGS, Scenario((2, 1, 2, 2), closes=False)) | {
     BUGS[10]: Scenario((2, 1, 2, 2), closes=False, streams=True),
     BUGS[11]: Scenario((2, 2, 2), closes=False, streams=True),
     BUGS[12]: Scenario((2, 1), closes=False, streams=True),
+    BUGS[13]: Scenario((2, 1), closer=True),
 }
 
 

@@ -91,11 +91,10 @@ class Calls:
         self._health.check_usable(name)
 
     def unwind(self, name: str, error: BaseException, plane: Plane | None = None) -> None:
-        """Note that `error` ends the call `name`; break the group if the call was left halfway.
+        """Note that `error` ends the call `name`; its arguments are those of `refuse`.
 
-        The arguments are those of `refuse`.
+        What carries the call has broken the group already, if `error` left the call halfway.
         """
-        self._health.unwind(name, error)
         if isinstance(error, UsageError):
             self.refuse(name, error, plane)
 

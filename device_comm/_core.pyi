@@ -15,6 +15,7 @@ DISAGREE: int
 CLOSED: int
 BUSY: int
 NESTED: int
+ABANDONED: int
 LEFT: int
 ALL_REDUCE_ONE_SHOT: int
 ALL_REDUCE_TWO_SHOT: int
@@ -57,8 +58,8 @@ class SharedRegion:
 
     Each call returns a status. DONE: complete. PENDING: some ranks have not arrived, continue with `resume`. DISAGREE:
     the ranks made different calls and nothing was moved. CLOSED: this end is closed, or a rank broke the group. BUSY:
-    another thread has a call in progress. NESTED: this thread has one. LEFT: a rank that has not arrived has closed its
-    end.
+    another thread has a call in progress. NESTED: this thread has one. ABANDONED: this thread has one that it has
+    left, see `leave`. LEFT: a rank that has not arrived has closed its end.
     """
 
     def __new__(cls, mapping: Buffer, rank: int, /) -> SharedRegion: ...
@@ -121,11 +122,15 @@ class SharedRegion:
     def resume(self, slice_ns: int, /) -> int:
         """Continue the call in progress for at most `slice_ns` nanoseconds; return its status."""
 
-    def unfinished(self) -> bool:
-        """Return whether this thread has begun a call that has not ended and that nobody continues.
+    def leave(self) -> int:
+        """Return the number of the call that this thread has begun, has not ended and is not in, or 0.
 
-        Ask this when an exception leaves the call, and not for that of another call inside of it.
+        Call this first of all when an exception leaves a caller. The call is then marked as left, and others of this
+        thread are ABANDONED, until it is continued or `keep` is called.
         """
+
+    def keep(self) -> None:
+        """Take the mark of `leave` back: the exception was that of another call inside of the open one."""
 
     def refuse(self, reason: bytes, /) -> None:
         """Refuse the next call, which takes a number all the same; the other ranks' call is DISAGREE.

@@ -144,9 +144,6 @@ class Pollable(Protocol):
 class Plane(Protocol):
     """What one plane of a group knows of its collectives without the status store."""
 
-    def unfinished(self) -> int:
-        """Return the number of the collective that the calling thread has begun, has not ended and is not in, or 0."""
-
     def last_calls(self) -> dict[int, Arrival]:
         """Return the last collective that each rank has come to, by global rank."""
 
@@ -274,7 +271,7 @@ class GroupHealth:
         self._aborts.append(abort)
 
     def attach(self, name: str, plane: Plane) -> None:
-        """Ask `plane`, whose name is `name`, when a call ends with an exception or a deadline passes."""
+        """Ask `plane`, whose name is `name`, when a call is refused or a deadline passes."""
         self._planes[name] = plane
 
     def refuse(self, plane: str, reason: str) -> None:
@@ -287,22 +284,12 @@ class GroupHealth:
             if name in self._planes:
                 self._planes[name].refuse(reason)
 
-    def unwind(self, name: str, error: BaseException) -> None:
-        """Break the group if `error`, which ends the call `name`, leaves a collective of this thread unfinished.
-
-        An exception that a signal handler raises does so if it strikes between the beginning of a call and `wait`.
-        """
-        if _is_own(error):
-            # It was raised before a collective had begun, or `wait` has answered for it. An unfinished collective is
-            # one further out, which a handler has interrupted to make this call, and which may go on.
-            return
-        for plane, known in self._planes.items():
-            number = known.unfinished()
-            if number:
-                self._interrupted(Operation(plane, name, number), error)
-
     def left_halfway(self, operation: Operation, error: BaseException) -> None:
-        """Break the group because `error` has ended a call between two of its stages; not for the call's own errors."""
+        """Break the group because `error` has ended a call that has begun; not for the call's own errors.
+
+        Those were raised before the call had begun, or `wait` has answered for them. An unfinished call is then one
+        further out, which a handler has interrupted to make this call, and which may go on.
+        """
         if not _is_own(error):
             self._interrupted(operation, error)
 

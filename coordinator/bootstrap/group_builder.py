@@ -135,7 +135,7 @@ class GroupBuilder:
         timeout_s = self.settings.create_timeout_s + LINGER_S
         with self.plan.clock.phase("shared_memory"):
             try:
-                shared.host.finish("barrier", shared.host.core.barrier(), timeout_s)
+                shared.host.make("barrier", shared.host.core.barrier, timeout_s)
             except GroupBrokenError as error:
                 raise self._translated(error) from error
 

@@ -36,8 +36,7 @@ class SharedHostPlane(GatheringHostPlane):
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return once every rank has called this."""
-        begin = self._region.core.barrier
-        self._region.finish("barrier", begin(), timeout_s or self._timeout_s, begin)
+        self._region.make("barrier", self._region.core.barrier, timeout_s or self._timeout_s)
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         self._health.check_usable(name)

@@ -95,11 +95,13 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         self._pool.close()
         self._region.close()
 
-    def _settle(
-        self, name: str, status: int, timeout_s: float | None, begin: Callable[[], int] | None = None
-    ) -> None:
+    def _make(self, name: str, begin: Callable[[], int], timeout_s: float | None) -> None:
+        self._region.make(name, begin, timeout_s or self.context.timeout_s)
+
+    def _finish(self, name: str, status: int) -> None:
+        """Wait for a short call that has begun; its caller unwinds what is raised."""
         if status != _core.DONE:
-            self._region.finish(name, status, timeout_s or self.context.timeout_s, begin)
+            self._region.finish(name, status, self.context.timeout_s)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor of any content; a large one in memory that was used before, if there is any."""
@@ -127,14 +129,18 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         resized.
         """
         if op is SUM and timeout_s is None:
-            answer = self._core.all_reduce(input_, *self._limits)
-            if type(answer) is torch.Tensor:
-                return answer
-            if answer is not None:
-                result, status = answer
-                if status != _core.BUSY:
-                    self._settle("all_reduce", status, None)
-                    return result
+            try:
+                answer = self._core.all_reduce(input_, *self._limits)
+                if type(answer) is torch.Tensor:
+                    return answer
+                if answer is not None:
+                    result, status = answer
+                    if status != _core.BUSY:
+                        self._finish("all_reduce", status)
+                        return result
+            except BaseException as error:
+                self._region.unwind("all_reduce", error, self._core.leave())
+                raise
         return super().all_reduce(input_, op, timeout_s=timeout_s)
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
@@ -164,10 +170,14 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         The ordinary small call is one native call.
         """
         if op is SUM and timeout_s is None:
-            status = self._core.all_reduce_into(input_, output, *self._limits)
-            if status is not None and status != _core.BUSY:
-                self._settle("all_reduce", status, None)
-                return output
+            try:
+                status = self._core.all_reduce_into(input_, output, *self._limits)
+                if status is not None and status != _core.BUSY:
+                    self._finish("all_reduce", status)
+                    return output
+            except BaseException as error:
+                self._region.unwind("all_reduce", error, self._core.leave())
+                raise
         return super().all_reduce_into_output(input_, output, op, timeout_s=timeout_s)
 
     def all_reduce_(
@@ -175,10 +185,14 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     ) -> torch.Tensor:
         """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
         if op is SUM and timeout_s is None:
-            status = self._core.all_reduce_into(tensor, tensor, *self._limits)
-            if status is not None and status != _core.BUSY:
-                self._settle("all_reduce_", status, None)
-                return tensor
+            try:
+                status = self._core.all_reduce_into(tensor, tensor, *self._limits)
+                if status is not None and status != _core.BUSY:
+                    self._finish("all_reduce_", status)
+                    return tensor
+            except BaseException as error:
+                self._region.unwind("all_reduce_", error, self._core.leave())
+                raise
         if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             return super().all_reduce_(tensor, op, timeout_s=timeout_s)
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
@@ -199,7 +213,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         codes = (TYPE_CODES[source.dtype], OPERATION_CODES[op])
         addresses = (source.data_ptr(), _address(result))
         begin = partial(self._core.reduce, kind, *addresses, source.numel(), *codes, root or 0)
-        self._settle(name, begin(), timeout_s, begin)
+        self._make(name, begin, timeout_s)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
@@ -256,14 +270,18 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         resized.
         """
         if timeout_s is None:
-            answer = self._core.all_gather(input_, dim, self._limits[0])
-            if type(answer) is torch.Tensor:
-                return answer
-            if answer is not None:
-                result, status = answer
-                if result is not None and status != _core.BUSY:
-                    self._settle("all_gather", status, None)
-                    return result
+            try:
+                answer = self._core.all_gather(input_, dim, self._limits[0])
+                if type(answer) is torch.Tensor:
+                    return answer
+                if answer is not None:
+                    result, status = answer
+                    if result is not None and status != _core.BUSY:
+                        self._finish("all_gather", status)
+                        return result
+            except BaseException as error:
+                self._region.unwind("all_gather", error, self._core.leave())
+                raise
         return super().all_gather(input_, dim, timeout_s=timeout_s)
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
@@ -323,7 +341,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         rows, widths = columns(either, dim, sizes)
         codes = (copy_code(either.dtype), op_code)
         begin = partial(self._core.move, kind, _address(source), _address(result), rows, widths, *codes, root)
-        self._settle(name, begin(), timeout_s, begin)
+        self._make(name, begin, timeout_s)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
@@ -354,7 +372,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         landing = into if is_plain(into) else dense(into)
         code = copy_code(tensor.dtype)
         begin = partial(self._core.broadcast, landing.data_ptr(), as_bytes(landing).numel(), code, src)
-        self._settle("broadcast", begin(), timeout_s, begin)
+        self._make("broadcast", begin, timeout_s)
         if landing is not into and self.rank_in_group != src:
             into.copy_(landing)
         return tensor

@@ -51,10 +51,6 @@ class RegionCalls:
         health.on_abort(self.close)
         health.attach(plane, self)
 
-    def unfinished(self) -> int:
-        """Return the number of the call that this thread has begun and not ended, or 0; see `Plane`."""
-        return self.core.number if self.core.unfinished() else 0
-
     def last_calls(self) -> dict[int, Arrival]:
         """Return the last call that each rank has come to, by global rank; see `Plane`.
 
@@ -80,30 +76,68 @@ class RegionCalls:
             widths = (len(own),) * world_size
             addresses = ctypes.addressof(source), ctypes.addressof(target)
             begin = partial(self.core.move, _core.ALL_GATHER, *addresses, 1, widths, 0, 0, 0)
-            self.finish(name, begin(), timeout_s, begin)
+            self.make(name, begin, timeout_s)
             del target
         return memoryview(result)
 
-    def finish(
-        self, name: str, status: int, timeout_s: float, begin: Callable[[], int] | None = None
-    ) -> None:
+    def make(self, name: str, begin: Callable[[], int], timeout_s: float) -> None:
+        """Make a whole call.
+
+        Args:
+            name: The name of the call.
+            begin: Begins it and returns a status; also again, if it has to wait for the call of another thread.
+            timeout_s: Deadline of the call in seconds.
+
+        Raises:
+            What a signal handler raises: As it is; the group is broken if the call has begun and is not complete.
+            Others: As `finish`.
+        """
+        try:
+            status = begin()
+            if status == _core.BUSY:
+                start = time.monotonic()
+                status = self._take_turn(begin, start + timeout_s)
+                timeout_s = max(start + timeout_s - time.monotonic(), 0.0)
+            if status != _core.DONE:
+                self.finish(name, status, timeout_s)
+        except BaseException as error:
+            self.unwind(name, error, self.core.leave())
+            raise
+
+    def unwind(self, name: str, error: BaseException, left: int) -> None:
+        """Break the group if `error`, which ends a caller of `core`, leaves a call unfinished.
+
+        An exception that a signal handler raises does so if it strikes between the beginning of a call and the wait.
+        The group's and the communicator's methods all meet it here.
+
+        Args:
+            name: The name of the call.
+            error: The exception.
+            left: What `core.leave()` returned. Call that before anything else: nothing can come between the exception
+                and the mark then, and the next call breaks the group if another exception strikes in here.
+        """
+        if not left:
+            return
+        self._health.left_halfway(Operation(self._plane, name, left), error)
+        if not self._health.is_broken:
+            # The error is that of a call which a handler has made inside of this one, which may go on.
+            self.core.keep()
+
+    def finish(self, name: str, status: int, timeout_s: float) -> None:
         """Wait for the call that `core` has begun and that is not done, or raise why it cannot be.
+
+        An exception of a signal handler may strike before this waits: its caller has to `unwind`.
 
         Args:
             name: The name of the call.
             status: What `core` returned.
             timeout_s: Deadline of the call in seconds.
-            begin: Begins the call again, if it has to wait for the call of another thread.
 
         Raises:
             DisagreementError: The ranks made different calls. Nothing was moved and the group is intact.
             UsageError: Another thread is in a call until the deadline, or this one is, further out.
             Others: As `GroupHealth.wait`.
         """
-        if status == _core.BUSY and begin is not None:
-            start = time.monotonic()
-            status = self._take_turn(begin, start + timeout_s)
-            timeout_s = max(start + timeout_s - time.monotonic(), 0.0)
         if status in (_core.PENDING, _core.LEFT):
             operation = Operation(self._plane, name, self.core.number)
             self._health.wait(operation, _PendingCall(self, name), timeout_s)
@@ -133,6 +167,10 @@ class RegionCalls:
             return
         if status == _core.DISAGREE:
             raise self._disagreement(name)
+        if status == _core.ABANDONED:
+            # Another exception has struck while the first was handled, so that the group is not broken yet.
+            left = InterruptedError(f"call #{self.core.number} was left by an exception of a signal handler")
+            self._health.left_halfway(Operation(self._plane, "a call", self.core.number), left)
         self._health.check_usable(name)
         if status in _WITHOUT_PLACE:
             refusal = UsageError(f"{self._health.where(name)}: {_WITHOUT_PLACE[status]}")

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,32 @@ CALLS: dict[str, Callable[[GroupCoordinator], Any]] = {
     "barrier": lambda group: group.barrier(),
     "all_gather_object": lambda group: group.all_gather_object({"rank": group.rank}),
 }
+# What a group and its communicator both have.
+BOTH: dict[str, Callable[[Any], Any]] = {
+    "broadcast": lambda called: called.broadcast(torch.ones(256)),
+    "reduce": lambda called: called.reduce(torch.ones(256)),
+    "all_to_all": lambda called: called.all_to_all(torch.ones(256)),
+    "scatter": lambda called: called.scatter(
+        torch.empty(4), torch.ones(8) if called.rank_in_group == 0 else None
+    ),
+}
+DIRECT: dict[str, Callable[[Any], Any]] = BOTH | {
+    "all_reduce": lambda called: called.all_reduce(torch.ones(256)),
+    "all_reduce with a deadline": lambda called: called.all_reduce(torch.ones(256), timeout_s=60.0),
+    "all_reduce_": lambda called: called.all_reduce_(torch.ones(256)),
+    "all_reduce_into_output": lambda called: called.all_reduce_into_output(torch.ones(256), torch.ones(256)),
+    "short all_gather": lambda called: called.all_gather(torch.ones(256)),
+    "long all_gather": lambda called: called.all_gather(torch.ones(300_000)),
+}
+CALLS |= BOTH
+
+
+def directly(call: Callable[[Any], Any]) -> Callable[[GroupCoordinator], Any]:
+    """Return the call of the group's communicator instead of the group's own method."""
+    return lambda group: call(group.device_communicator)
+
+
+CALLS |= {f"the communicator's {name}": directly(call) for name, call in DIRECT.items()}
 
 
 class AlarmError(Exception):
@@ -92,6 +119,77 @@ def test_an_exception_of_a_handler_breaks_the_group_on_every_rank(ranks2: RankPo
     ranks2.run(struck, name)
 
 
+def struck_twice(rank: int, world_size: int, directory: Path, name: str) -> None:
+    call = CALLS[name]
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        if rank == 0:
+            again = mock.patch.object(group._health, "left_halfway", side_effect=AlarmError("again"))
+            with pytest.raises(AlarmError, match="^again$"), again, alarm(strike_in(group), 0.01):
+                call(group)
+            # Nobody continues the call, so that whoever meets it says so instead of refusing for ever.
+            with pytest.raises(GroupBrokenError, match="left by an exception of a signal handler"):
+                call(group)
+            meet(rank, range(world_size), directory, "struck")
+        else:
+            meet(rank, range(world_size), directory, "struck")
+            with pytest.raises(PeerLostError, match="interrupted: rank 0"):
+                call(group)
+        everyone.barrier()
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.parametrize("name", ["the communicator's all_reduce", "the communicator's broadcast", "barrier"])
+def test_a_second_exception_while_the_first_is_handled_refuses_no_call_for_ever(
+    ranks2: RankPool, name: str
+) -> None:
+    """The call is marked as left before anything else can be struck; the next call breaks the group."""
+    ranks2.run(struck_twice, name)
+
+
+# What rank 0 is struck in, and what the other rank does behind it.
+MESSAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "recv": (
+        lambda called: called.recv((4,), torch.float32, 1),
+        lambda called: called.recv((4,), torch.float32, 0),
+    ),
+    "send": (
+        lambda called: called.send(torch.ones(1 << 20), 1),
+        lambda called: called.recv((1 << 20,), torch.float32, 0),
+    ),
+}
+
+
+def struck_message(rank: int, world_size: int, directory: Path, name: str) -> None:
+    call, awaits = MESSAGES[name]
+
+    def strike() -> None:
+        raise AlarmError("struck")
+
+    with world(rank, world_size, directory) as everyone:
+        for number, after_s in enumerate((0.1, 0.2)):
+            with new_group(everyone, f"g{number}") as group:
+                meet(rank, range(world_size), directory, f"created {number}")
+                if rank == 0:
+                    with pytest.raises(AlarmError, match="^struck$"), alarm(strike, after_s):
+                        call(group.device_communicator)
+                    with pytest.raises(GroupBrokenError) as broken:
+                        call(group.device_communicator)
+                    assert isinstance(broken.value.__cause__, AlarmError)
+                    meet(rank, range(world_size), directory, f"struck {number}")
+                else:
+                    meet(rank, range(world_size), directory, f"struck {number}")
+                    with pytest.raises(PeerLostError, match=r"interrupted: rank 0 .*AlarmError"):
+                        awaits(group.device_communicator)
+            everyone.barrier()
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.parametrize("name", MESSAGES)
+def test_an_exception_in_a_message_of_the_communicator_breaks_the_group(ranks2: RankPool, name: str) -> None:
+    """A receive that waits, and a send that is halfway, end on both ranks."""
+    ranks2.run(struck_message, name)
+
+
 def alarmed(rank: int, world_size: int, directory: Path) -> None:
     seen: list[float] = []
     with (
@@ -115,15 +213,18 @@ def test_a_thousand_alarms_disturb_no_collective(ranks2: RankPool) -> None:
     ranks2.run(alarmed)
 
 
-def nested(rank: int, world_size: int, directory: Path) -> None:
+def nested(rank: int, world_size: int, directory: Path, is_direct: bool) -> None:
     refusals: list[str] = []
-    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as owner:
+        group = owner.device_communicator if is_direct else owner
 
         def call_inside() -> None:
-            try:
-                group.all_reduce(torch.ones(4))
-            except UsageError as error:
-                refusals.append(str(error))
+            # The first refusal leaves no trace by which the second would take the outer call for left.
+            for _ in range(2):
+                try:
+                    group.all_reduce(torch.ones(4))
+                except UsageError as error:
+                    refusals.append(str(error))
 
         if rank == 0:
             for after_s in (0.01, 0.2):
@@ -143,14 +244,15 @@ def nested(rank: int, world_size: int, directory: Path) -> None:
             with pytest.raises(PeerLostError, match=r"interrupted: rank 0 .*UsageError"):
                 group.all_reduce(torch.ones(4))
         everyone.barrier()
-    assert len(refusals) == (2 if rank == 0 else 0)
+    assert len(refusals) == (4 if rank == 0 else 0)
     assert all("called by a signal handler or a finalizer" in each for each in refusals)
 
 
 @pytest.mark.guarantee("D10")
-def test_a_collective_inside_of_a_collective_is_refused(ranks2: RankPool) -> None:
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_collective_inside_of_a_collective_is_refused(ranks2: RankPool, is_direct: bool) -> None:
     """The outer one goes on if the handler catches the refusal; if it does not, the group is broken on every rank."""
-    ranks2.run(nested)
+    ranks2.run(nested, is_direct)
 
 
 # Calls that a handler makes while its thread is in a collective, and that fail without harm to anybody.

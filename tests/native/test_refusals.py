@@ -68,3 +68,22 @@ def test_a_refusal_inside_of_a_call_of_the_same_thread_takes_no_number() -> None
     assert finish(ends[0], ends[0].resume(0)) == _core.DONE
     assert ends[0].number == 1
     assert everybody(ends, lambda _rank, end: finish(end, end.barrier())) == [_core.DONE] * 2
+
+
+@pytest.mark.guarantee("D10")
+def test_a_call_that_was_left_is_told_from_one_further_out() -> None:
+    """The mark of an exception lasts until the call is continued or kept; no other thread sets or sees it."""
+    end = regions(2)[0]
+    assert end.leave() == 0
+    assert end.barrier() == _core.PENDING
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(end.leave).result(GIVE_UP_S) == 0
+        assert end.barrier() == _core.NESTED
+        assert end.leave() == end.number == 1
+        assert end.barrier() == _core.ABANDONED
+        assert other.submit(end.barrier).result(GIVE_UP_S) == _core.BUSY
+    end.keep()
+    assert end.barrier() == _core.NESTED
+    assert end.leave() == 1
+    assert end.resume(0) == _core.PENDING
+    assert end.barrier() == _core.NESTED

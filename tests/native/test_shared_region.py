@@ -347,7 +347,6 @@ def test_a_rank_that_does_not_come_is_told_and_may_come_later() -> None:
     assert ends[0].barrier() == _core.PENDING
     assert ends[0].missing() == [1, 2]
     assert ends[0].barrier() == _core.NESTED
-    assert ends[0].unfinished()
     assert ends[1].barrier() == _core.PENDING
     assert ends[0].missing() == [2]
     assert ends[2].barrier() == _core.DONE

@@ -36,6 +36,7 @@ bool add_constants(PyObject* self) {
         {"CLOSED", kClosed},
         {"BUSY", kBusy},
         {"NESTED", kNested},
+        {"ABANDONED", kAbandoned},
         {"LEFT", kLeft},
         {"ALL_REDUCE_ONE_SHOT", static_cast<long>(Kind::kAllReduceOneShot)},
         {"ALL_REDUCE_TWO_SHOT", static_cast<long>(Kind::kAllReduceTwoShot)},

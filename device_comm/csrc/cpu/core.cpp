@@ -100,6 +100,7 @@ long end_call(Object* object) {
 // Continues the call in progress for at most `slice_ns`; returns its status.
 long advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
     object->is_busy = true;
+    object->is_left = false;
     // If the peers arrive at once, releasing and taking the GIL costs as much as the call itself.
     Wait wait = object->call->is_soon_done() ? object->call->run(0, 0) : Wait::kTime;
     if (wait == Wait::kTime) {
@@ -139,7 +140,8 @@ long start(Object* object, Plan&& plan, uint64_t code) {
 long refusal(Object* object) {
     if (object->is_closed || object->born != forks) return kClosed;
     if (!object->is_busy && object->call == nullptr) return kDone;
-    return object->owner == PyThread_get_thread_ident() ? kNested : kBusy;
+    if (object->owner != PyThread_get_thread_ident()) return kBusy;
+    return object->is_left ? kAbandoned : kNested;
 }
 
 bool read_unsigned(PyObject* const* args, Py_ssize_t count, uint64_t* values) {
@@ -324,12 +326,21 @@ PyObject* region_catch_up(PyObject* self, PyObject*) {
     Py_RETURN_NONE;
 }
 
-// unfinished() -> whether this thread has begun a call that neither ended nor is being continued. If an exception leaves the
-// caller then, nobody will continue it.
-PyObject* region_unfinished(PyObject* self, PyObject*) {
+// leave() -> the number of the call that this thread has begun, has not ended and is not in, or 0. If there is one, it is marked
+// as left until it is continued or kept. No signal handler of Python can run between the exception and the mark.
+PyObject* region_leave(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     const bool is_open = object->call != nullptr && !object->is_busy && !object->is_closed;
-    return PyBool_FromLong(is_open && object->owner == PyThread_get_thread_ident());
+    if (!is_open || object->owner != PyThread_get_thread_ident()) return PyLong_FromLong(0);
+    object->is_left = true;
+    return PyLong_FromUnsignedLongLong(object->number);
+}
+
+// keep(): takes the mark of `leave` back.
+PyObject* region_keep(PyObject* self, PyObject*) {
+    Object* object = object_of(self);
+    if (object->owner == PyThread_get_thread_ident()) object->is_left = false;
+    Py_RETURN_NONE;
 }
 
 PyObject* region_number(PyObject* self, void*) { return PyLong_FromUnsignedLongLong(object_of(self)->number); }
@@ -368,7 +379,8 @@ PyMethodDef methods[] = {
     METHOD("all_gather", all_gather, METH_FASTCALL),
     METHOD("reduce", region_reduce, METH_FASTCALL),   METHOD("barrier", region_barrier, METH_NOARGS),
     METHOD("broadcast", region_broadcast, METH_FASTCALL), METHOD("move", region_move, METH_FASTCALL),
-    METHOD("resume", region_resume, METH_O),   METHOD("unfinished", region_unfinished, METH_NOARGS),
+    METHOD("resume", region_resume, METH_O),   METHOD("leave", region_leave, METH_NOARGS),
+    METHOD("keep", region_keep, METH_NOARGS),
     METHOD("refuse", region_refuse, METH_O),   METHOD("catch_up", region_catch_up, METH_NOARGS),
     METHOD("disagreement", disagreement, METH_NOARGS),
     METHOD("missing", missing, METH_NOARGS),   METHOD("last_calls", last_calls, METH_NOARGS),

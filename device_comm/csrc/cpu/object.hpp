@@ -8,7 +8,7 @@
 #include "call.hpp"
 
 // The status of a call; equal to the constants of the module.
-enum Status : long { kDone = 0, kPending = 1, kDisagree = 2, kClosed = 3, kBusy = 4, kLeft = 5, kNested = 6 };
+enum Status : long { kDone = 0, kPending = 1, kDisagree = 2, kClosed = 3, kBusy = 4, kLeft = 5, kNested = 6, kAbandoned = 7 };
 
 // Each adds a part of the module; returns -1 with an exception set on failure.
 int board_add(PyObject* module);
@@ -42,6 +42,7 @@ struct Object {
     Call* call;  // in progress, or nullptr
     bool is_busy;  // a thread is inside the call
     unsigned long owner;  // the thread that began `call`
+    bool is_left;  // an exception left a caller while no thread was inside of `call`, and nobody has continued it since
     bool is_closed;
     uint64_t number;  // calls begun so far
     // The two following are used under the GIL, and null while there is none.

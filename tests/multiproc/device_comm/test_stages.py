@@ -1,4 +1,4 @@
-"""Signal handlers that raise at any step of a collective over a process group, which consists of several stages."""
+"""Signal handlers that raise at any step of a collective: over a process group in several stages, and natively."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from coordinator import GroupBrokenError, GroupCoordinator, PeerLostError
 from coordinator.host import gloo
 from device_comm import process_group
-from device_comm.cpu import hierarchical, leaders
+from device_comm.cpu import communicator, hierarchical, leaders, region_calls
 from tests.harness import RankPool
 from tests.multiproc.device_comm.test_channel_opening import Strikes, strike
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError
@@ -52,10 +52,28 @@ CALLS: dict[str, Call] = {
     ),
 }
 
+# Of the group's communicator, without the gate of the group's own methods.
+CALLS |= {
+    "the communicator's all_reduce": lambda group: (
+        group.device_communicator.all_reduce(filled(group)).unique().tolist() == [total(group)]
+    ),
+    "the communicator's all_reduce_": lambda group: (
+        group.device_communicator.all_reduce_(filled(group)).unique().tolist() == [total(group)]
+    ),
+    "the communicator's all_gather": lambda group: (
+        group.device_communicator.all_gather(filled(group)).unique().numel() == group.world_size
+    ),
+    "the communicator's broadcast": lambda group: (
+        group.device_communicator.broadcast(filled(group), 1).unique().tolist() == [2.0]
+    ),
+}
+
 
 def numbers(group: GroupCoordinator) -> str:
     """Return how many collectives this rank has begun on both planes."""
-    return repr(group._health._numbers)
+    shared: Any = group._parts.communicator.context.shared
+    native = (shared.device.core.number, shared.host.core.number) if shared is not None else ()
+    return repr((group._health._numbers, native))
 
 
 def struck_call(group: GroupCoordinator, call: Call, strikes: Strikes) -> str:
@@ -95,10 +113,18 @@ def awaited_call(group: GroupCoordinator, call: Call, struck: int) -> str:
 
 
 def struck_at_any_step(
-    rank: int, world_size: int, directory: Path, name: str, modules: list[str], struck: int = 0
+    rank: int,
+    world_size: int,
+    directory: Path,
+    name: str,
+    modules: list[str],
+    struck: int = 0,
+    late_s: float = 0.0,
 ) -> int:
+    """Strike one rank at the next step in each round; the others make the call `late_s` seconds later."""
     known: dict[str, ModuleType] = {
-        each.__name__: each for each in (process_group, hierarchical, leaders, gloo)
+        each.__name__: each
+        for each in (process_group, hierarchical, leaders, gloo, communicator, region_calls)
     }
     strikes = Strikes(strike, *(known[each] for each in modules))
     call, ranks = CALLS[name], range(world_size)
@@ -117,6 +143,7 @@ def struck_at_any_step(
                     told.with_suffix(".part").write_text(outcome)
                     told.with_suffix(".part").rename(told)
                 else:
+                    time.sleep(late_s)
                     own = awaited_call(group, call, struck)
                     wait_until(told.exists, "the struck rank")
                     outcome = told.read_text()
@@ -124,6 +151,9 @@ def struck_at_any_step(
                         # This rank has done its part before, and learns of it by its next call.
                         own = awaited_call(group, lambda group: group.barrier() is None, struck)
                     assert (own == "broken") == (outcome == "broken"), (own, outcome, number)
+                if outcome != "broken":
+                    # A call that was left in silence would be in the way of the next, or pair with it.
+                    assert call(group)
                 broken += outcome == "broken"
                 meet(rank, ranks, directory, f"seen-{number}")
             number += 1
@@ -169,4 +199,14 @@ def test_a_strike_between_the_frames_of_leaders_is_told(ranks3: RankPool) -> Non
     """As in the rest of a call: frames and data are posted one after the other."""
     pool = HostsPool(ranks3, ["A", "A", "B"])
     found = pool.run(struck_at_any_step, "all_gather", [leaders.__name__], timeout_s=200.0)
+    assert min(found) > 5
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*(each for each in CALLS if "communicator" in each), "barrier"])
+def test_a_strike_between_a_native_call_and_its_wait_is_told(ranks2: RankPool, name: str) -> None:
+    """Also in a call of the communicator; the other rank comes when the first native slice, 50 ms, is over."""
+    modules = [communicator.__name__, region_calls.__name__]
+    found = ranks2.run(struck_at_any_step, name, modules, 0, 0.1, timeout_s=200.0)
     assert min(found) > 5

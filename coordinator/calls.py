@@ -1,6 +1,7 @@
 """The gate that every operation of a group passes: order, health, deadline, refusal and asynchronous hand-over.
 
-`Calls.run` makes a call that is one function; `Calls.call` guards a block that does more. Both admit the call with
+`Calls.run` makes a call that is one function; `Calls.receive` one that takes a message, which no signal handler loses;
+`Calls.call` guards a block that does more. All admit the call with
 `Calls.enter` and report an exception with `Calls.unwind`; the hottest methods call these two themselves. A counter or a
 record of every operation belongs there. Only an object that `broadcast_object` sends through the group's queue passes
 beside the gate; the queue's endpoint counts it.
@@ -177,6 +178,26 @@ class Calls:
             plane: The plane of a collective; see `refuse`.
         """
         return _Call(self, name, timeout_s, in_line, plane)
+
+    def receive(
+        self,
+        name: str,
+        timeout_s: AnyTimeout,
+        take: Callable[[float | None], Result],
+        *,
+        in_line: bool = False,
+    ) -> Result:
+        """Return `take(limit_s)`, which makes the call `name` and takes a message as the last thing that it does.
+
+        Behind it nothing is called, as the end of a `with` block would be: a signal handler that raised there would
+        lose the message. The other arguments are those of `call`.
+        """
+        self.enter(name, in_line)
+        try:
+            return take(None if timeout_s is None else seconds(timeout_s))
+        except BaseException as error:
+            self.unwind(name, error)
+            raise
 
     def close(self, timeout_s: float) -> None:
         """End the group's thread within about `timeout_s` seconds; open calls end with `ClosedError`. Idempotent."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,10 @@ from coordinator.queues.broadcast_order import BroadcastOrder, refusal_of
 from coordinator.queues.broadcaster import Broadcaster
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
-from shm_broadcast import codec
 from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.timeouts import AnyTimeout
+
+Result = TypeVar("Result")
 
 # No caller can pass this as a rank.
 _NO_RANK: Final = object()
@@ -98,8 +99,7 @@ class GroupPlanes:
             if self.rank_in_group == src:
                 order.send(obj, lambda message: host.broadcast_object(message, src, timeout_s))
                 return obj
-            value = order.receive(src, lambda: host.broadcast_object(None, src, timeout_s))
-            return value if type_ is None else codec.convert(value, type_)
+            return order.receive(src, lambda: host.broadcast_object(None, src, timeout_s), type_)
         if self.rank_in_group != src:
             return broadcaster.receive(timeout_s, type_, order)
         try:
@@ -110,21 +110,35 @@ class GroupPlanes:
             raise
         return obj
 
-    def _broadcasting(self, name: str, src: int) -> AbstractContextManager[None]:
-        """Guard the object broadcast `name` from rank `src`: if this rank refuses it, the others learn why."""
+    def _make_broadcast(
+        self,
+        name: str,
+        src: int,
+        timeout_s: AnyTimeout,
+        take: Callable[[float | None], Result],
+        *,
+        in_line: bool = False,
+    ) -> Result:
+        """Make the object broadcast `name` from rank `src`, as `Calls.receive` does.
 
-        def tell(error: UsageError) -> None:
-            broadcaster, reason = self._broadcaster, f"{name}: {error}"
-            if src != self.rank_in_group or isinstance(src, bool):
-                self._order.skip()
-            elif broadcaster is None or broadcaster.writer != src:
-                self._order.send_refusal(
-                    reason, lambda message: self._host.broadcast_object(message, src, None)
-                )
-            else:
-                self._order.refuse(reason, broadcaster.timeout_s)
+        If this rank refuses it, the others learn why.
+        """
+        self._order.expect(name)
+        try:
+            return self._calls.receive(name, timeout_s, take, in_line=in_line)
+        except UsageError as error:
+            if self._order.refuses(error):
+                self._tell_refused_broadcast(src, f"{name}: {error}")
+            raise
 
-        return self._order.refusals(name, tell)
+    def _tell_refused_broadcast(self, src: int, reason: str) -> None:
+        broadcaster = self._broadcaster
+        if src != self.rank_in_group or isinstance(src, bool):
+            self._order.skip()
+        elif broadcaster is None or broadcaster.writer != src:
+            self._order.send_refusal(reason, lambda message: self._host.broadcast_object(message, src, None))
+        else:
+            self._order.refuse(reason, broadcaster.timeout_s)
 
     def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
         """Raise unless `group` is None, this group or one of its `own` process groups; it is not ignored."""

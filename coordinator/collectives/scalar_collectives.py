@@ -32,14 +32,15 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
         Raises:
             UsageError: `flag` is not a bool, or there is no rank `src`. Nothing is sent.
         """
-        with (
-            self._broadcasting("broadcast_flag", src),
-            self._calls.call("broadcast_flag", timeout_s, in_line=False) as limit_s,
-        ):
+
+        def take(limit_s: float | None) -> bool:
             checks.check_rank(src, self.world_size, "src")
             if not isinstance(flag, bool):
                 raise UsageError(f"{self._health.where('broadcast_flag')}: flag must be a bool, not {flag!r}")
-            return bool(self._broadcast(flag, src, limit_s, bool))
+            found: bool = self._broadcast(flag, src, limit_s, bool)
+            return found
+
+        return self._make_broadcast("broadcast_flag", src, timeout_s, take)
 
     def all_sum(self, value: float, *, timeout_s: AnyTimeout = None) -> torch.Tensor:
         """Return the sum of all ranks' numbers as a 0-dim tensor on the group's device. Collective.

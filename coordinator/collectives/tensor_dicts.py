@@ -25,11 +25,15 @@ from coordinator.host.tensor_dict_format import (
 from coordinator.planes import GroupPlanes
 from device_comm import checks
 from device_comm.handles import Handle
+from device_comm.health import Operation
 from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 from shm_broadcast.timeouts import AnyTimeout
 
 TensorDict = dict[Any, Any]
+
+# What `irecv_tensor_dict` returns: the dict, the handles of its tensors, and what gathers their slices.
+Receiving = tuple[TensorDict | None, list[Handle], list[Callable[[], None]]]
 
 # The tensors that follow a message, by plane.
 Parts = Sequence[tuple[Plane, torch.Tensor]]
@@ -140,11 +144,20 @@ class TensorDicts(GroupPlanes):
         tensor_dict, handles, callbacks = self.irecv_tensor_dict(
             src, all_gather_group, all_gather_tensors, timeout_s=timeout_s
         )
-        for handle in handles:
-            handle.wait()
-        for callback in callbacks:
-            callback()
+        if handles or callbacks:
+            try:
+                for handle in handles:
+                    handle.wait()
+                for callback in callbacks:
+                    callback()
+            except BaseException as error:
+                self._left_halfway("recv_tensor_dict", error)
+                raise
         return tensor_dict
+
+    def _left_halfway(self, name: str, error: BaseException) -> None:
+        """Break the group if a signal handler raised `error`: the call has taken a message, but not its tensors."""
+        self._health.left_halfway(Operation("host", name, 0), error)
 
     def irecv_tensor_dict(
         self,
@@ -153,7 +166,7 @@ class TensorDicts(GroupPlanes):
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
         timeout_s: AnyTimeout = None,
-    ) -> tuple[TensorDict | None, list[Handle], list[Callable[[], None]]]:
+    ) -> Receiving:
         """Receive the metadata of a tensor dict, and start to receive its tensors.
 
         Returns:
@@ -161,26 +174,47 @@ class TensorDicts(GroupPlanes):
             callbacks, in order. CPU tensors from a rank of the same host are complete at once. The callbacks all-gather
             the slices, which is why all ranks of the all-gather group must run them. In a group of one: (None, [], []).
         """
-        with self._calls.call("recv_tensor_dict", timeout_s, in_line=False) as limit_s:
+        name = "recv_tensor_dict"
+
+        def take(limit_s: float | None) -> Receiving:
             if self.world_size == 1:
                 return None, [], []
             peer = self._neighbour(src, -1, "src")
             slicing = _slicing(all_gather_group, all_gather_tensors)
-            message = self._host.recv_object(peer, limit_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
-            if type(message) is dict:
-                # The message contains all tensors; a dict whose tensors follow is a `TensorDictMessage`.
-                return message, [], []
+            message = self._host.recv_object(peer, limit_s, None, name, TENSOR_DICT_TAG)
+            # Python looks for signals behind a call, but not behind a pattern.
+            match message:
+                case dict():
+                    # The message contains all tensors; a dict whose tensors follow is a `TensorDictMessage`.
+                    return message, [], []
+            try:
+                return self._receive_beside(message, peer, limit_s, slicing, all_gather_group)
+            except BaseException as error:
+                self._left_halfway(name, error)
+                raise
 
-            def receive(parts: Parts) -> list[Handle]:
-                return [
-                    self._host.irecv_tensor(tensor, peer, limit_s, TENSOR_TAG)
-                    if plane == "host"
-                    else self.device_communicator.irecv(tensor, peer, timeout_s=limit_s)
-                    for plane, tensor in parts
-                ]
+        return self._calls.receive(name, timeout_s, take)
 
-            landing = self._land(message, slicing, receive)
-            handles = receive(landing.parts)
+    def _receive_beside(
+        self,
+        message: object,
+        peer: int,
+        timeout_s: float | None,
+        slicing: Slicing,
+        all_gather_group: GroupPlanes | None,
+    ) -> Receiving:
+        """Start to receive the tensors that follow `message`."""
+
+        def receive(parts: Parts) -> list[Handle]:
+            return [
+                self._host.irecv_tensor(tensor, peer, timeout_s, TENSOR_TAG)
+                if plane == "host"
+                else self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s)
+                for plane, tensor in parts
+            ]
+
+        landing = self._land(message, slicing, receive)
+        handles = receive(landing.parts)
         callbacks: list[Callable[[], None]] = [
             partial(_gather_slices, all_gather_group, part, put)
             for part, put in landing.sliced
@@ -210,10 +244,9 @@ class TensorDicts(GroupPlanes):
             On rank `src` the dict itself, elsewhere a new dict of new tensors. A group of one returns what it is given,
             also None.
         """
-        with (
-            self._broadcasting("broadcast_tensor_dict", src),
-            self._calls.call("broadcast_tensor_dict", timeout_s) as limit_s,
-        ):
+        name = "broadcast_tensor_dict"
+
+        def take(limit_s: float | None) -> TensorDict | None:
             checks.check_rank(src, self.world_size, "src")
             self._check_own_group(group, (self._cpu_group, self._device_group), "group")
             self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")
@@ -222,7 +255,7 @@ class TensorDicts(GroupPlanes):
             if tensor_dict is None:
                 if self.world_size == 1:
                     return None
-                raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
+                raise UsageError(f"{name}: rank src must give a tensor dict")
             queue = self._broadcaster
             by_queue = queue is not None and queue.writer == src
             # A queue moves a message of any size as fast as separate tensors.
@@ -232,6 +265,8 @@ class TensorDicts(GroupPlanes):
             for tensor in packed.beside("device"):
                 self.device_communicator.broadcast(tensor, src, timeout_s=limit_s)
             return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
+
+        return self._make_broadcast(name, src, timeout_s, take, in_line=True)
 
     def _receive_broadcast(self, src: int, timeout_s: float | None) -> TensorDict | None:
         def receive(parts: Parts) -> list[Handle]:
@@ -243,8 +278,15 @@ class TensorDicts(GroupPlanes):
             return []
 
         message = self._broadcast(None, src, timeout_s, None)
-        landing = self._land(message, WHOLE_TENSORS, receive)
-        receive(landing.parts)
+        match message:
+            case dict():
+                return message
+        try:
+            landing = self._land(message, WHOLE_TENSORS, receive)
+            receive(landing.parts)
+        except BaseException as error:
+            self._left_halfway("broadcast_tensor_dict", error)
+            raise
         return landing.tensor_dict
 
     # ------------------------------------------------------------------ helpers

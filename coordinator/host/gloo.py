@@ -202,6 +202,10 @@ class GlooHostPlane(GatheringHostPlane):
                 works = [(self._ranks[src], self._backend.recv([as_bytes(landing)], src, tag))]
             return self._handle(operation, works, landing, timeout_s, None if is_direct else (into, landing))
 
+    def recv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> None:
+        """Receive into a tensor of any layout and device."""
+        self.irecv_tensor(tensor, src, timeout_s, tag).wait()
+
     def recv_any(
         self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
     ) -> tuple[torch.Tensor, int]:

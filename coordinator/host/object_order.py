@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from device_comm.health import GroupHealth
+from device_comm.health import GroupHealth, Operation
 from shm_broadcast.errors import ClosedError, DecodeError, DisagreementError, UsageError
 
 
@@ -52,11 +52,12 @@ class ObjectOrder:
         # Messages that came before their call, by sender.
         self._kept: dict[int, Numbered] = {}
         self._has_acted = False
+        self._receives = False
 
     @contextmanager
     def counted(self, tell: Callable[[str], None]) -> Iterator[None]:
         """Count the call in this block; if it is refused, drop what comes for it, and `tell` the others the reason."""
-        self._has_acted = False
+        self._has_acted = self._receives = False
         self.number += 1
         try:
             yield
@@ -68,7 +69,10 @@ class ObjectOrder:
             self._failed = self.number
             tell(f"{self._name}: {error}")
             raise
-        except BaseException:
+        except BaseException as error:
+            if self._receives:
+                # What has come for this call would be missing in it, or meet the next one.
+                self._health.left_halfway(Operation("host", f"{self._name} #{self.number}", 0), error)
             # An interrupted call that has done nothing can be made again.
             self.number -= not self._has_acted
             raise
@@ -93,7 +97,7 @@ class ObjectOrder:
             DisagreementError: One of them has refused the call, or made another one. The next call works.
             DecodeError: A message is none. All of this call have been received; the next call works.
         """
-        self._has_acted = True
+        self._has_acted = self._receives = True
         found: dict[int, Any] = {}
         wrong: dict[int, str] = {}
         awaited = list(sources)

@@ -85,6 +85,9 @@ class HostPlane(Protocol):
     def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> Handle:
         """Start to receive into a tensor of any layout and device."""
 
+    def recv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> None:
+        """Receive into a tensor of any layout and device."""
+
     def recv_any(
         self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
     ) -> tuple[torch.Tensor, int]:
@@ -244,6 +247,11 @@ class SoloHostPlane:
     recv_each: Callable[..., Any] = _refuse
     isend_tensor: Callable[..., Any] = _refuse
     irecv_tensor: Callable[..., Any] = _refuse
+
+    def recv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> None:
+        """Receive what `irecv_tensor` starts to receive."""
+        self.irecv_tensor(tensor, src, timeout_s, tag).wait()
+
     recv_any: Callable[..., Any] = _refuse
     isend_tensor_dict: Callable[..., Any] = _refuse
 

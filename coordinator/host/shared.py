@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ import torch
 from coordinator.host.plane import GatheringHostPlane
 from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG, TENSOR_DICT_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, pack_whole
-from device_comm.cpu.received_tensors import expect_tensor, irecv_into
+from device_comm.cpu.received_tensors import expect_tensor, irecv_into, recv_into
 from device_comm.cpu.shared_memory import SharedMemory
 from device_comm.handles import CompletedHandle, Handle
 from device_comm.health import GroupHealth
+from device_comm.movable import movable_dtype
 from shm_broadcast import codec
 
 
@@ -79,8 +81,8 @@ class SharedHostPlane(GatheringHostPlane):
 
     def recv_object(self, src: int, timeout_s: float | None, type_: Any, name: str, tag: int) -> Any:
         """Receive an object from rank `src`; without `timeout_s` this waits until one arrives."""
-        value = self._channels.recv("host", name, src, tag, timeout_s)
-        return value if type_ is None else codec.convert(value, type_)
+        land = None if type_ is None else partial(codec.convert, wanted=type_)
+        return self._channels.recv("host", name, src, tag, timeout_s, land)
 
     def recv_each(self, sources: Sequence[int], timeout_s: float | None, name: str, tag: int) -> list[Any]:
         """Receive an object from each of `sources`."""
@@ -94,12 +96,20 @@ class SharedHostPlane(GatheringHostPlane):
         """Start to receive into a tensor of any layout and device."""
         return irecv_into(tensor.detach(), self._channels, src, tag, timeout_s, self._health)
 
+    def recv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> None:
+        """Receive into a tensor of any layout and device; what a signal handler raises leaves the message."""
+        recv_into(tensor.detach(), self._channels, src, tag, timeout_s, self._health)
+
     def recv_any(
         self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
     ) -> tuple[torch.Tensor, int]:
         """Receive the next tensor of `tag` from any other rank; return it, in new memory, and that rank."""
-        received, src = self._channels.recv_any("device", "recv", tag, timeout_s)
-        return expect_tensor(received, dtype, shape, src, self._health), src
+        moved = movable_dtype(dtype)
+
+        def land(received: object, src: int) -> torch.Tensor:
+            return expect_tensor(received, moved, shape, src, self._health).view(dtype)
+
+        return self._channels.recv_any("device", "recv", tag, timeout_s, land)
 
     def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
         """Pack every CPU tensor into the message: this is as fast as sending the tensors separately."""

@@ -7,15 +7,15 @@ rank passes another source than the others, or refuses a call, the numbers diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Final, NoReturn
+from collections.abc import Callable
+from typing import Any, Final
 
-from coordinator.host.object_order import Numbered, numbered
+from coordinator.host.object_order import numbered
 from device_comm.health import GroupHealth
 from shm_broadcast import codec
+from shm_broadcast._core import NOTHING
 from shm_broadcast.errors import ClosedError, DecodeError, DisagreementError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 # The bit of a queue's tag that marks the reason for which the writer refused its call; the others count modulo 2^31.
 _REFUSED: Final = 1 << 31
@@ -44,7 +44,8 @@ class BroadcastOrder:
         self._beside = 0
         # A message of a call up to this number belongs to a call that has failed on this rank, and is dropped.
         self._failed = 0
-        self._kept: dict[int, Numbered] = {}
+        # Messages that came before their call, or in a call that was interrupted, by sender.
+        self._kept: dict[int | None, Any] = {}
         self._is_begun = False
         self.name: str = "broadcast_object"
         self.tag: int = 0
@@ -56,32 +57,22 @@ class BroadcastOrder:
         """
         self._end, self._writer, self._is_writer = end, writer, is_writer
         self._failed = 0
-        self._add(0)
-
-    def _add(self, calls: int) -> None:
-        self._beside += calls
-        # The messages of a queue that is not compared have the tag 0.
-        self.tag = 0 if self._end is None else self._beside & _COUNT
-        if self._is_writer and self._end is not None:
-            self._end.tag = self.tag
+        self._settle(0)
 
     def _number(self) -> int:
         return self._beside + (0 if self._end is None else self._end.messages)
 
-    @contextmanager
-    def refusals(self, name: str, tell: Callable[[UsageError], None]) -> Iterator[None]:
-        """Call `tell` if the call `name` in this block is refused before it begins."""
+    def expect(self, name: str) -> None:
+        """Note that the call `name` comes next."""
         self.name, self._is_begun = name, False
-        try:
-            yield
-        except UsageError as error:
-            if not self._is_begun and not isinstance(error, ClosedError):
-                tell(error)
-            raise
+
+    def refuses(self, error: UsageError) -> bool:
+        """Return whether `error` has refused the call before it began, so that the other ranks must learn of it."""
+        return not self._is_begun and not isinstance(error, ClosedError)
 
     def skip(self) -> None:
         """Count a call that this rank refuses, and of which it can tell nobody. Its message is dropped."""
-        self._add(1)
+        self._settle(1)
         self._failed = self._number()
 
     def begin(self) -> None:
@@ -104,13 +95,23 @@ class BroadcastOrder:
         its = number - late
         if late < 0:
             # The message stays for the call to which it belongs.
-            self._add(1)
-            self._fail(number, its, self._writer)
-        message = self._end.message
+            failure = self._failure(number, its, self._writer)
+            self._settle(1, failed=number)
+            raise failure
         if late > 0 and its <= self._failed:
-            self._add(-1)
+            self._settle(-1, takes=True)
             return
-        self._fail(number, its, self._writer, message if late == 0 else None)
+        reason = None
+        if late == 0:
+            reason = self._end.message
+            if reason is NOTHING:
+                # Another thread has taken it.
+                return
+            # Put back at once: what a signal handler raises before the end leaves it.
+            self._end.message = reason
+        failure = self._failure(number, its, self._writer, reason)
+        self._settle(0, failed=number, takes=True)
+        raise failure
 
     def refuse(self, reason: str, timeout_s: float) -> None:
         """On the queue's writer, send the others the reason why it refuses its call."""
@@ -126,7 +127,7 @@ class BroadcastOrder:
 
     def send(self, obj: object, send: Send) -> None:
         """Broadcast `obj` with its number; or the reason why it cannot be, which this raises."""
-        self._add(1)
+        self._settle(1)
         number = self._number()
         try:
             send((number, False, obj))
@@ -140,58 +141,69 @@ class BroadcastOrder:
 
     def send_refusal(self, reason: str, send: Send) -> None:
         """Broadcast the reason why this rank refuses its call as the source."""
-        self._add(1)
+        self._settle(1)
         send((self._number(), True, reason))
 
-    def receive(self, src: int, receive: Receive) -> Any:
-        """Return the object that rank `src` broadcasts in this call.
+    def receive(self, src: int, receive: Receive, type_: Any = None) -> Any:
+        """Return the object that rank `src` broadcasts in this call, as `type_` unless that is None.
+
+        A message is kept here from its arrival on. It goes, and the call counts, in statements that call nothing: what
+        a signal handler raises leaves both as they were.
 
         Raises:
             DisagreementError: Its next message belongs to another call, or it refused the call. The next call works.
+            DecodeError: The message is none, or no `type_`. The next call works.
         """
-        self._add(1)
-        number = self._number()
+        number, kept = self._number() + 1, self._kept
+        where, rank = self._health.where(self.name), self._health.ranks[src]
         while True:
-            message = self._kept.pop(src, None)
-            if message is None:
-                with _Undo(self):
-                    where, rank = self._health.where(self.name), self._health.ranks[src]
-                    message = numbered(receive(), where, rank)
-            its, is_refused, value = message
-            if its > number:
-                self._kept[src] = message
-            elif its == number and not is_refused:
-                return value
-            if its >= number or its > self._failed:
-                self._fail(number, its, src, value if its == number else None)
+            try:
+                if src not in kept:
+                    kept[src] = receive()
+                its, is_refused, value = numbered(kept[src], where, rank)
+                if its == number and not is_refused:
+                    if type_ is not None:
+                        value = codec.convert(value, type_)
+                    self._settle(1, drops=src)
+                    return value
+            except DecodeError as error:
+                if not raised_by_handler(error):
+                    self._settle(1, drops=src)
+                raise
+            if its < number and its <= self._failed:
+                self._settle(0, drops=src)
+                continue
+            failure = self._failure(number, its, src, value if its == number else None)
+            # A message of a later call stays for that.
+            self._settle(1, failed=number, drops=None if its > number else src)
+            raise failure
 
-    def _fail(self, number: int, its: int, src: int, reason: object = None) -> NoReturn:
-        self._failed = max(self._failed, number)
+    def _settle(self, calls: int, *, failed: int = 0, drops: int | None = None, takes: bool = False) -> None:
+        """Count `calls`; drop the message that is kept from rank `drops`, or with `takes` that of the queue.
+
+        Calls nothing, so that a signal handler runs before all of this or behind it.
+        """
+        if takes:
+            _ = self._end.message
+        if drops in self._kept:
+            del self._kept[drops]
+        self._failed = failed if failed > self._failed else self._failed  # noqa: FURB136 - `max` would be a call
+        self._beside += calls
+        # The messages of a queue that is not compared have the tag 0.
+        self.tag = 0 if self._end is None else self._beside & _COUNT
+        if self._is_writer and self._end is not None:
+            self._end.tag = self.tag
+
+    def _failure(self, number: int, its: int, src: int, reason: object = None) -> DisagreementError:
         rank = self._health.ranks[src]
         what = f"sent the object of its broadcast #{its}: it passed another source, or made other calls"
         if reason is not None:
             what = f"refused {reason}"
         where = self._health.where(f"broadcast_object #{number}")
-        raise DisagreementError(
+        return DisagreementError(
             f"{where}: rank {rank} {what}; no object is handed out, and the next call works",
             views={rank: what},
         )
-
-
-class _Undo:
-    """Takes back the number of a call that received nothing, because something else than a bad message ended it."""
-
-    def __init__(self, order: BroadcastOrder) -> None:
-        self._order = order
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, DecodeError):
-            self._order._add(-1)  # noqa: SLF001 - a part of the order
 
 
 def refusal_of(obj: object) -> UsageError | None:

@@ -21,7 +21,7 @@ from device_comm.cpu.channel_ends import (
 )
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
-from shm_broadcast.errors import CommError
+from shm_broadcast.errors import CommError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 
 # How many messages a waiting call takes in before it goes on with its own.
@@ -40,6 +40,8 @@ class Receiving:
         self.receiver = receiver
         self.tag = tag
         self._land = land
+        # Whether the message has a place of its own, which it must reach also if nobody polls any more.
+        self.has_place: bool = False
         self._error: Exception | None = None
         # Whether the message was put in its place, or cannot be.
         self.has_landed: bool = False
@@ -52,11 +54,6 @@ class Receiving:
         # pauses at the beginning of each slice a wait took up to 1.1 % of a core.
         self.pause_s: float = FIRST_LOOK_S
 
-    @property
-    def has_place(self) -> bool:
-        """Return whether the message has a place of its own, which it must reach also if nobody polls any more."""
-        return self._land is not None
-
     def finish(self) -> None:
         """Put the message in its place. What a signal handler raises meanwhile leaves it to the next call."""
         # Nothing is called between these two: another thread may finish this at the same time.
@@ -66,6 +63,9 @@ class Receiving:
         value = None
         try:
             value = self._placed(message)
+        except UsageError:
+            # The caller's mistake, as a type into which nothing can be decoded.
+            raise
         except CommError as error:
             self._error = error
         except Exception as error:
@@ -144,9 +144,57 @@ class ChannelReceiver:
         self._sort()
         return rings.NOTHING
 
+    def land_soon(self, tag: int, spin_ns: int, land: Callable[[Any], Any]) -> Any:
+        """Return what `land` makes of the next message of `tag`; NOTHING as `receive_soon`, and for an `Undecodable`.
+
+        The message is taken once `land` has returned or refused it: what a signal handler raises before leaves it.
+        """
+        endpoint = self.endpoint
+        endpoint.fetch_within(0 if self._arrived.get(tag) else spin_ns, 0)
+        awaited, arrived = self._of_tag(tag)
+        message, number = rings.NOTHING, endpoint.messages
+        # Nothing is called from here to the end of the `if`.
+        if (
+            endpoint.tag == tag
+            and not awaited
+            and not arrived
+            and number == endpoint.messages != self._undecodable
+        ):
+            message = endpoint.message
+            if message is not rings.NOTHING:
+                endpoint.message = message
+        if message is rings.NOTHING:
+            self._sort()
+            for number in arrived:
+                message = arrived[number]
+                break
+            if message is rings.NOTHING or isinstance(message, Undecodable):
+                return rings.NOTHING
+        try:
+            value = land(message)
+        except CommError as error:
+            if not isinstance(error, UsageError) and not raised_by_handler(error):
+                self._take(tag, number)
+            raise
+        return value if self._take(tag, number) else rings.NOTHING
+
+    def _take(self, tag: int, number: int) -> bool:
+        """Take a message that has come; return whether it was still there, and the oldest. Calls nothing."""
+        endpoint, arrived = self.endpoint, self._arrived[tag]
+        for oldest in arrived:
+            if oldest == number:
+                del arrived[number]
+                return True
+            return False
+        if endpoint.messages == number and endpoint.has_message:
+            _ = endpoint.message
+            return True
+        return False
+
     def expect(self, tag: int, land: Callable[[Any], Any] | None) -> Receiving:
-        """Await the next message of `tag` that nobody awaits yet."""
+        """Await the next message of `tag` that nobody awaits yet; `land`, if there is one, puts it in its place."""
         receiving = Receiving(self, tag, land)
+        receiving.has_place = land is not None
         self.enlist(receiving)
         return receiving
 

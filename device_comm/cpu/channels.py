@@ -240,8 +240,19 @@ class Channels:
 
     # ------------------------------------------------------------------ receiving
 
-    def recv(self, plane: str, name: str, src: int, tag: int, timeout_s: float | None) -> Any:
+    def recv(
+        self,
+        plane: str,
+        name: str,
+        src: int,
+        tag: int,
+        timeout_s: float | None,
+        land: Callable[[Any], Any] | None = None,
+    ) -> Any:
         """Return the next object of `tag` from `src`; without a deadline this waits until there is one.
+
+        With `land` this returns what that makes of the object. If a signal handler raises meanwhile, the object stays
+        the next one; if `land` raises a `CommError` that is no `UsageError`, the object is gone.
 
         Raises:
             DecodeError: It cannot be decoded; the next one can be received.
@@ -256,7 +267,10 @@ class Channels:
         try:
             # As in `_await`, which is not called here: it would take 0.2 us.
             waits[thread] = (*before, receiver)
-            value = receiver.receive_soon(tag, self._first_spin_ns)
+            if land is None:
+                value = receiver.receive_soon(tag, self._first_spin_ns)
+            else:
+                value = receiver.land_soon(tag, self._first_spin_ns, land)
         except LeftError as error:
             raise self._left(plane, name, "from", [src], error) from error
         finally:
@@ -267,7 +281,7 @@ class Channels:
         if value is not rings.NOTHING:
             return value
         operation = self._operation(plane, name, "from", [src])
-        receiving = Receiving(receiver, tag, None)
+        receiving = Receiving(receiver, tag, land)
         try:
             receiver.enlist(receiving)
             self._await(operation, receiving, timeout_s, (receiver,))
@@ -302,8 +316,17 @@ class Channels:
             raise faults[0]
         return messages
 
-    def recv_any(self, plane: str, name: str, tag: int, timeout_s: float | None) -> tuple[Any, int]:
+    def recv_any(
+        self,
+        plane: str,
+        name: str,
+        tag: int,
+        timeout_s: float | None,
+        land: Callable[[Any, int], Any] | None = None,
+    ) -> tuple[Any, int]:
         """Return the next object of `tag` that any other rank has sent, and that rank; as `recv` otherwise.
+
+        With `land`, what it makes of the two takes the object's place.
 
         PeerLostError: Any other rank is gone: it might have been the one.
         """
@@ -324,7 +347,15 @@ class Channels:
             raise InternalError(
                 f"{self._health.where(name)}: a message from any rank was taken before it had come"
             )
-        return found.message, self._places[found.receiver.peer]
+        src = self._places[found.receiver.peer]
+        if land is None:
+            return found.message, src
+        try:
+            return land(found.message, src), src
+        except BaseException as error:
+            if not isinstance(error, CommError) or isinstance(error, UsageError) or raised_by_handler(error):
+                awaiting.abandon()
+            raise
 
     def _await(
         self,

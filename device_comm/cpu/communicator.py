@@ -388,10 +388,15 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         return self._channels.isend("device", "send", dense(tensor), dst, TENSOR_TAG, deadline)
 
     def _recv(self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: Timeout) -> torch.Tensor:
-        moved = movable_dtype(dtype)
-        received = self._channels.recv("device", "recv", src, TENSOR_TAG, timeout_s)
-        result = expect_tensor(received, moved, shape, src, self._health)
-        return result if moved is dtype else result.view(dtype)
+        moved, health = movable_dtype(dtype), self._health
+
+        def land(received: object) -> torch.Tensor:
+            result = expect_tensor(received, moved, shape, src, health)
+            return result if moved is dtype else result.view(dtype)
+
+        # Nothing is called behind this, so that no signal handler drops the message.
+        result: torch.Tensor = self._channels.recv("device", "recv", src, TENSOR_TAG, timeout_s, land)
+        return result
 
     def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
         return irecv_into(tensor.detach(), self._channels, src, TENSOR_TAG, timeout_s, self._health)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,11 +36,21 @@ def irecv_into(
     into: torch.Tensor, channels: Channels, src: int, tag: int, timeout_s: float | None, health: GroupHealth
 ) -> Handle:
     """Start to receive into a tensor of any layout and device; the handle raises as `expect_tensor`."""
+    return channels.irecv("device", "recv", src, tag, timeout_s, _landing(into, src, health))
 
+
+def recv_into(
+    into: torch.Tensor, channels: Channels, src: int, tag: int, timeout_s: float | None, health: GroupHealth
+) -> None:
+    """Receive into a tensor of any layout and device; raises as `expect_tensor`."""
+    channels.recv("device", "recv", src, tag, timeout_s, _landing(into, src, health))
+
+
+def _landing(into: torch.Tensor, src: int, health: GroupHealth) -> Callable[[object], None]:
     def land(received: object) -> None:
         into.copy_(expect_tensor(received, into.dtype, into.shape, src, health))
 
-    return channels.irecv("device", "recv", src, tag, timeout_s, land)
+    return land
 
 
-__all__ = ["expect_tensor", "irecv_into"]
+__all__ = ["expect_tensor", "irecv_into", "recv_into"]

@@ -87,6 +87,26 @@ def _registered() -> None:
     )
 
 
+@pytest.mark.guarantee("D91")
+def test_a_strike_while_a_message_from_any_rank_is_landed_leaves_it() -> None:
+    """The handler's exception passes, the group is intact, and the next receive returns the message."""
+
+    def land(received: Any, _src: int) -> Any:
+        if strikes:
+            raise AlarmError(strikes.pop())
+        return [received]
+
+    strikes = ["struck"]
+    with channels_of(2) as (zero, one):
+        send(zero, "first", 1)
+        send(zero, "second", 1)
+        with pytest.raises(AlarmError):
+            one.recv_any("host", "recv", TAG, LIMIT_S, land)
+        assert one.recv_any("host", "recv", TAG, LIMIT_S, land) == (["first"], 0)
+        assert recv_any(one) == ("second", 0)
+        assert not health_of(one).is_broken
+
+
 @pytest.mark.slow
 @pytest.mark.guarantee("D73")
 def test_waiting_for_64_ranks_costs_next_to_nothing() -> None:

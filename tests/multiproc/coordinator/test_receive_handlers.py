@@ -1,0 +1,230 @@
+"""Signal handlers that raise at any place of a call of a group that receives: no message is lost or repeated."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator import (
+    DecodeError,
+    DisagreementError,
+    GroupBrokenError,
+    GroupCoordinator,
+    PeerLostError,
+    UsageError,
+)
+from tests.handlers import raising_at
+from tests.harness import RankPool
+from tests.unit.shm_broadcast.test_signal_handlers import AlarmError, alarms
+from tests.worlds import meet, new_group, world
+
+# No wait of these tests may take so long, on any machine.
+HANG_S = 60.0
+RANKS = range(2)
+# More than the places of any call, and a few thousand.
+STEPS, COUNT = 600, 3000
+# The files in which a call receives, and in which handlers run.
+FILES = (
+    *(f"coordinator/{name}.py" for name in ("calls", "planes")),
+    *(f"coordinator/collectives/{name}.py" for name in ("object_collectives", "point_to_point")),
+    *(f"coordinator/collectives/{name}.py" for name in ("scalar_collectives", "tensor_dicts")),
+    *(f"coordinator/host/{name}.py" for name in ("object_order", "shared")),
+    *(f"coordinator/queues/{name}.py" for name in ("broadcast_order", "broadcaster")),
+    *(f"device_comm/{name}.py" for name in ("base", "checks", "health", "movable")),
+    *(f"device_comm/cpu/{name}.py" for name in ("channels", "channel_receiver", "communicator")),
+    *(f"device_comm/cpu/{name}.py" for name in ("received_tensors", "receiving_any")),
+    *(f"shm_broadcast/{name}.py" for name in ("queue", "timeouts", "codec/__init__", "ring/reader")),
+)
+
+Send = Callable[[GroupCoordinator, int], object]
+Receive = Callable[[GroupCoordinator], Any]
+
+
+def tensor(number: int) -> torch.Tensor:
+    """Return a tensor that carries a number."""
+    return torch.full((4,), float(number))
+
+
+def number_of(received: Any) -> int:
+    """Return the number that was sent."""
+    if isinstance(received, dict):
+        return int(received["number"])
+    if isinstance(received, (tuple, list)):
+        return number_of(received[0])
+    return int(received[0]) if isinstance(received, torch.Tensor) else int(received)
+
+
+SENDS: dict[str, Send] = {
+    "recv": lambda group, number: group.send(tensor(number), 1),
+    "tagged": lambda group, number: group.send(tensor(number), 1, tag=3),
+    "object": lambda group, number: group.send_object(number, 1),
+    "typed": lambda group, number: group.send_object([number], 1),
+    "dict": lambda group, number: group.send_tensor_dict({"number": number, "tensor": tensor(number)}, 1),
+    "broadcast": lambda group, number: group.broadcast_object(number, 0),
+    "timed": lambda group, number: group.broadcast_object(number, 0),
+    "converted": lambda group, number: group.broadcast_object([number], 0),
+    "broadcast dict": lambda group, number: group.broadcast_tensor_dict({"number": number}, 0),
+}
+
+# Nothing is called behind the receive: what is lost there is the caller's.
+RECEIVES: dict[str, Receive] = {
+    "recv": lambda group: group.recv((4,), torch.float32, 0),
+    "tagged": lambda group: group.recv((4,), torch.float32, 0, tag=3),
+    "object": lambda group: group.recv_object(0),
+    "typed": lambda group: group.recv_object(0, type=tuple[int]),
+    "dict": lambda group: group.recv_tensor_dict(0),
+    "broadcast": lambda group: group.broadcast_object(),
+    "timed": lambda group: group.broadcast_object(timeout_s=30.0),
+    "converted": lambda group: group.broadcast_object(type=tuple[int]),
+    "broadcast dict": lambda group: group.broadcast_tensor_dict(),
+}
+
+BROADCASTS = ("broadcast", "timed", "converted", "broadcast dict")
+POINT_TO_POINT = ("recv", "tagged", "object", "typed", "dict")
+WAYS = [(kind, False) for kind in (*POINT_TO_POINT, *BROADCASTS)] + [(kind, True) for kind in BROADCASTS]
+
+
+def sent_before(
+    rank: int, directory: Path, group: GroupCoordinator, send: Send, receive: Callable[[], None], count: int
+) -> None:
+    """Let rank 0 send `count` messages, and rank 1 receive behind that, so that it never waits."""
+    if rank == 0:
+        for number in range(count):
+            send(group, number)
+    meet(rank, RANKS, directory, "sent")
+    try:
+        if rank == 1:
+            receive()
+    finally:
+        meet(rank, RANKS, directory, "received")
+
+
+def group_of(everyone: GroupCoordinator, by_queue: bool) -> GroupCoordinator:
+    """Return a group that broadcasts by a queue, or does not."""
+    group = new_group(everyone)
+    if by_queue:
+        group.enable_broadcaster()
+    return group
+
+
+def struck_at_each_place(rank: int, world_size: int, directory: Path, kind: str, by_queue: bool) -> None:
+    """Receive once for each place of the call, at which a handler raises, and again behind that."""
+    with world(rank, world_size, directory) as everyone:
+        group = group_of(everyone, by_queue)
+        seen: list[int] = []
+
+        def take() -> None:
+            seen.append(number_of(RECEIVES[kind](group)))
+
+        def receive() -> None:
+            for step in range(STEPS):
+                count = len(seen)
+                is_struck = raising_at(step, take, FILES)
+                if len(seen) == count:
+                    assert is_struck
+                    take()
+                assert seen == list(range(step + 1)), step
+                if not is_struck:
+                    assert step > 1
+                    break
+            else:
+                raise AssertionError("the call has more places")
+
+        sent_before(rank, directory, group, SENDS[kind], receive, STEPS + 1)
+        group.destroy()
+
+
+@pytest.mark.guarantee("D91")
+@pytest.mark.parametrize(("kind", "by_queue"), WAYS)
+def test_a_strike_at_any_place_of_a_receive_leaves_the_message(
+    ranks2: RankPool, kind: str, by_queue: bool
+) -> None:
+    """The handler's exception arrives as it is, and the same message comes with the next call."""
+    ranks2.run(struck_at_each_place, kind, by_queue)
+
+
+def receive_among_alarms(
+    rank: int, world_size: int, directory: Path, kind: str, by_queue: bool
+) -> dict[str, Any]:
+    """Receive all messages while a handler raises every 0.2 ms; return whether the group broke, and what came."""
+    with world(rank, world_size, directory) as everyone:
+        group = group_of(everyone, by_queue)
+        seen: list[int] = []
+        failures: list[str] = []
+        raised: list[int] = []
+
+        def receive() -> None:
+            # The first message opens the channel and loads the codec's part for tensors.
+            seen.append(number_of(RECEIVES[kind](group)))
+            end = time.monotonic() + HANG_S
+            with alarms(0.0002) as handler:
+                handler.driver = sys._getframe().f_code
+                while len(seen) < COUNT and not failures:
+                    assert time.monotonic() < end
+                    try:
+                        while len(seen) < COUNT:
+                            handler.is_armed = True
+                            received = RECEIVES[kind](group)
+                            handler.is_armed = False
+                            seen.append(number_of(received))
+                    except AlarmError:
+                        pass
+                    except (GroupBrokenError, PeerLostError) as error:
+                        failures.append(str(error))
+                raised.append(handler.count)
+
+        sent_before(rank, directory, group, SENDS[kind], receive, COUNT)
+        group.destroy()
+        return {"seen": seen, "failures": failures, "raised": raised}
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("D91")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("kind", "by_queue"), WAYS)
+def test_no_alarm_loses_or_repeats_a_message_of_a_group(ranks2: RankPool, kind: str, by_queue: bool) -> None:
+    """Thousands of messages come once each and in order while a handler raises every 0.2 ms."""
+    outcome = ranks2.run(receive_among_alarms, kind, by_queue)[1]
+    assert outcome["failures"] == []
+    assert outcome["seen"] == list(range(COUNT))
+    assert outcome["raised"][0] > 0
+
+
+def refuse_and_receive(rank: int, world_size: int, directory: Path) -> None:
+    """Receive messages of which some do not fit, and pass a type into which nothing can be decoded."""
+    with world(rank, world_size, directory) as everyone:
+        group = new_group(everyone)
+        if rank == 0:
+            for number in range(3):
+                group.send_object(number, 1)
+                group.broadcast_object(number, 0)
+            for number in range(2):
+                group.send(tensor(number), 1)
+                group.send(tensor(number), 1, tag=3)
+        else:
+            for receive in (partial(group.recv_object, 0), group.broadcast_object):
+                with pytest.raises(UsageError, match="decode to"):
+                    receive(type=lambda: None)
+                assert receive(type=int) == 0
+                with pytest.raises(DecodeError):
+                    receive(type=str)
+                assert receive(type=int) == 2
+            for tag in (0, 3):
+                with pytest.raises(DisagreementError):
+                    group.recv((5,), torch.float32, 0, tag=tag)
+                assert group.recv((4,), torch.float32, 0, tag=tag)[0] == 1
+        meet(rank, RANKS, directory, "received")
+        group.destroy()
+
+
+@pytest.mark.guarantee("D91")
+def test_a_message_that_does_not_fit_goes_and_one_whose_type_is_refused_stays(ranks2: RankPool) -> None:
+    """The next call meets the next message, or the same one."""
+    ranks2.run(refuse_and_receive)

@@ -162,6 +162,7 @@ class CallHandle(Generic[Result]):
             UsageError: The call was refused and nothing was sent; or this process is a forked child of the group's
                 owner; or this is a callback on the group's own thread, which would wait for itself. The group is
                 intact.
+            CudaError: The call could not be ordered with the stream on which it was made; the group is broken.
             RuntimeError: The device's runtime refused to order the stream, as in a capture of which the call is no
                 part, which is invalid then. The group is intact.
         """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from device_comm.cuda.custom.release import CAPTURE_ERRORS
 from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import Driver
 from device_comm.nccl.communicator import NcclCommunicator
-from shm_broadcast.errors import CapabilityError, CudaError
+from shm_broadcast.errors import CapabilityError, CommError, CudaError, UsageError
 
 __all__ = ["OrderedCommunicator"]
 
@@ -46,7 +48,38 @@ class OrderedCommunicator(NcclCommunicator):
         try:
             super()._admit(stream, name)
         except CudaError as error:
-            # As where our kernels carry a call: a capture that other code has made invalid runs nothing.
-            if not (error.code in CAPTURE_ERRORS and self._driver().stream_is_capturing(stream)):
-                self._health.fail(error)
+            self._give_up(error, stream)
             raise
+
+    @contextmanager
+    def _ordering(self, stream: int) -> Iterator[None]:
+        """Break the group if an asynchronous call that was made on `stream` cannot be ordered with other work."""
+        try:
+            yield
+        except UsageError:
+            # As where a call comes on the caller's stream: the program is wrong on all ranks alike.
+            raise
+        except Exception as error:
+            failure = CudaError(
+                f"{self._health.where('an asynchronous call')}: it cannot be ordered with stream {stream:#x}: {error}",
+                library="torch",
+                function="the order of streams",
+                # Errors of the run-time have the numbers of those of the driver.
+                code=getattr(error, "error_code", None),
+            )
+            self._give_up(failure, stream)
+            raise failure from error
+
+    def _give_up(self, error: CudaError, stream: int) -> None:
+        """Break the group: this rank has not queued a call, and the others would take its next one for that.
+
+        Nothing runs of a capture of `stream` that other code has made invalid. Then the group is intact.
+        """
+        if not (error.code in CAPTURE_ERRORS and self._was_captured(stream)):
+            self._health.fail(error)
+
+    def _was_captured(self, stream: int) -> bool:
+        try:
+            return self._driver().stream_is_capturing(stream)
+        except CommError:
+            return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,24 +18,38 @@ __all__ = ["SideStream"]
 class SideStream:
     """One stream of a group, made when it is first needed; see `Aside`."""
 
-    def __init__(self, streams: Streams, is_ordered: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        is_ordered: Callable[[], bool],
+        ordering: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
         """Make no stream yet.
 
         Args:
             streams: The device's streams.
             is_ordered: Returns whether the group's calls keep their order on any stream. If not, they stay on the
                 current one.
+            ordering: Returns a context that breaks the group if a call that was made on this stream cannot be ordered.
         """
         self._streams = streams
         self._is_ordered = is_ordered
+        self._ordering = ordering
         self._own: int | None = None
 
     @contextmanager
     def entered(self, call: object) -> Iterator[None]:
-        """Make the side stream current, behind the caller's; keep the memory of the call's tensors for it."""
-        if not self._is_ordered():
+        """Make the side stream current, behind the caller's; keep the memory of the call's tensors for it.
+
+        If that fails, the other ranks may queue a call that this one does not: the group is broken then.
+        """
+        with ExitStack() as current:
+            with self._ordering(self._streams.current()):
+                if self._is_ordered():
+                    current.enter_context(self._side(call))
             yield
-            return
+
+    def _side(self, call: object) -> AbstractContextManager[object]:
         streams = self._streams
         if self._own is None:
             self._own = streams.create()
@@ -44,12 +58,15 @@ class SideStream:
             streams.wait(side, caller)
             for tensor in tensors_of(call):
                 streams.keep(tensor, side)
-        with streams.use(side):
-            yield
+        return streams.use(side)
 
     def mark(self, result: object) -> SideMark:
-        """Return a mark behind the work on the current stream, and keep `result` for the streams that wait for it."""
-        return SideMark(self._streams, tensors_of(result))
+        """Return a mark behind the work on the current stream, and keep `result` for the streams that wait for it.
+
+        If that fails, the group is broken: this rank has queued a call that looks as if it had not.
+        """
+        with self._ordering(self._streams.current()):
+            return SideMark(self._streams, tensors_of(result))
 
 
 class SideMark:

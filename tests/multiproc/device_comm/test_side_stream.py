@@ -6,7 +6,7 @@ work, what streams and events put in front of it.
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from device_comm.cuda.side_stream import SideStream
 from device_comm.cuda_settings import CudaSettings
 from device_comm.nccl.library import NcclLibrary
 from tests.fake_cuda import FakeDriver, fake_cubin, violations
-from tests.harness import RankPool
+from tests.harness import RankPool, run_ranks
 from tests.native.cuda.host_build import build_host_library, shared_folder
 from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import DeviceStreams, context_of
-from tests.worlds import world
+from tests.worlds import meet, outcome_of, world
 
 CALLER = 7
 DEVICE = torch.device("cuda", 0)
@@ -76,9 +76,9 @@ class Rank:
 
 @contextmanager
 def device_world(
-    rank: int, world_size: int, directory: Path, native: str, *, warm: bool = True
+    rank: int, world_size: int, directory: Path, native: str, *, meets: bool = True
 ) -> Iterator[Rank]:
-    """Join a world; yield this rank, connected."""
+    """Join a world; yield this rank, connected. Without `meets` the group may be broken at the end."""
     shared = directory / "device"
     shared.mkdir(exist_ok=True)
     settings = CudaSettings(arena_bytes=1 << 16, staging_bytes=0, kernel_cache=str(directory / "cache"))
@@ -97,17 +97,17 @@ def device_world(
             cubin=lambda _family, dtype: fake_cubin(f"{native}/kernels_{world_size}_{dtype}.so"),
         )
         me = Rank(group, communicator, driver, streams)
-        if warm:
-            communicator.prepare_buffers(0)
-            assert communicator.all_reduce(torch.ones(100))[0] == world_size
-            assert communicator.all_reduce(torch.ones(LARGE))[0] == world_size
-            assert communicator.path("all_reduce", 400, torch.float32).algorithm == "push_one_shot"
-            assert communicator.path("all_reduce", 4 * LARGE, torch.float32).algorithm == "nccl"
+        communicator.prepare_buffers(0)
+        assert communicator.all_reduce(torch.ones(100))[0] == world_size
+        assert communicator.all_reduce(torch.ones(LARGE))[0] == world_size
+        assert communicator.path("all_reduce", 400, torch.float32).algorithm == "push_one_shot"
+        assert communicator.path("all_reduce", 4 * LARGE, torch.float32).algorithm == "nccl"
         try:
             yield me
         finally:
             communicator.destroy()
-            group.barrier()
+            if meets:
+                group.barrier()
             assert driver.leaks() == []
             driver.release()
             assert violations(shared) == []
@@ -353,6 +353,51 @@ def test_a_future_does_not_make_the_caller_wait(ranks2: RankPool, native: str) -
     assert ranks2.run(futures, native) == [3.0, 3.0]
 
 
+# --- failures -------------------------------------------------------------------------------------------------
+
+
+def one_is_left_out(
+    rank: int, world_size: int, directory: Path, native: str, step: str
+) -> list[dict[str, Any]]:
+    with device_world(rank, world_size, directory, native, meets=False) as me:
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("would depend on a capturing blocking stream")
+
+        def asynchronous() -> None:
+            me.later(me.it.all_reduce, torch.ones(100)).wait()
+            # What a kernel that left early has written is undefined: this says so.
+            me.it.check()
+
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(me.streams, step, fail)
+            seen = [outcome_of(asynchronous)]
+        seen.append(outcome_of(lambda: float(me.it.all_reduce(torch.full((100,), 5.0))[0])))
+        meet(rank, range(world_size), directory, "told")
+        return seen
+
+
+@pytest.mark.guarantee("D55")
+@pytest.mark.guarantee("D76")
+@pytest.mark.parametrize("step", ["create", "wait", "keep", "use"])
+def test_an_asynchronous_call_that_one_rank_does_not_queue_breaks_the_group(native: str, step: str) -> None:
+    """Otherwise the others would take its next call for this one, and every later sum would be silently wrong."""
+    (other, later), (own, refused) = run_ranks(one_is_left_out, 2, native, step)
+    assert own["kind"] == "CudaError"
+    assert other["kind"] == "GroupBrokenError"
+    assert [later["kind"], refused["kind"]] == ["GroupBrokenError"] * 2
+    for each in (own, other):
+        assert "capturing blocking stream" in each["text"]
+
+
+@pytest.mark.guarantee("D76")
+def test_a_call_without_a_mark_behind_it_breaks_the_group(native: str) -> None:
+    """All ranks have queued it, but who gets an error makes it again, or goes on without it."""
+    _, (own, refused) = run_ranks(one_is_left_out, 2, native, "record")
+    assert (own["kind"], refused["kind"]) == ("CudaError", "GroupBrokenError")
+
+
 # --- the rest -------------------------------------------------------------------------------------------------
 
 
@@ -360,7 +405,7 @@ def test_calls_that_cannot_be_ordered_stay_on_the_current_stream(tmp_path: Path)
     """A rank without the driver's bindings cannot order streams, and NCCL carries its calls."""
     driver = FakeDriver(tmp_path, 0)
     streams = DeviceStreams(driver)
-    aside = SideStream(streams, lambda: False)
+    aside = SideStream(streams, lambda: False, lambda _: nullcontext())
     with aside.entered(partial(max, torch.ones(1))):
         call = driver.queue(streams.number, "call")
         mark = aside.mark(None)

@@ -439,8 +439,8 @@ class CudaCommunicator(FusedCommunicator):
         if custom is None:
             yield
             return
-        # Kernels that are built within the context had no stream before.
-        bound = {id(each): each.stream for each in self._kernels()}
+        # All our kernels share one order, also those that are built within the context.
+        bound = custom.stream
         try:
             self.use_stream(number)
             custom.begin_capture(number)
@@ -454,17 +454,16 @@ class CudaCommunicator(FusedCommunicator):
                 self._is_capturing = False
             custom.finish_capture()
         except BaseException:
-            for each in self._kernels():
-                each.abandon_capture(bound.get(id(each)))
+            custom.abandon_capture(bound)
             raise
-        for each in self._kernels():
-            each.restore_stream(bound.get(id(each)))
+        custom.restore_stream(bound)
 
     def use_stream(self, stream: Any) -> None:
         """Queue later calls of our kernels on `stream`, behind all work queued so far. Not collective."""
         number = stream if isinstance(stream, int) else stream.cuda_stream
-        for each in self._kernels():
-            each.use_stream(number)
+        if self._custom is not None:
+            # All our kernels share one order.
+            self._custom.use_stream(number)
 
     def check(self) -> None:
         """Raise if one of our kernels has failed.

@@ -60,7 +60,7 @@ def build_custom(
         context: The group; `exchange` must be set.
         open_driver: Opens this rank's device, which the caller still owns.
         cubin: Returns compiled kernels; defaults to NVRTC with a cache on disk.
-        order: Returns what orders the calls of the group, NCCL's too; None for one of our own.
+        order: Returns what orders the calls of the group, NCCL's too; None lets only our kernels have an order.
 
     Raises:
         SettingsError: This rank's policy file cannot be used.
@@ -150,7 +150,8 @@ def _build(
             settings=settings,
             timeout_s=context.timeout_s,
             cubin=source,
-            order=order,
+            # Shared with the kernels for expert parallelism, which are built from this context.
+            order=order or StreamOrder(driver, context.health.where),
         )
     )
 

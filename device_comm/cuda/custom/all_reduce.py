@@ -55,7 +55,7 @@ class CustomAllReduce(KernelCalls, FusedCalls):
 
     def __init__(self, context: CustomContext, table: PolicyTable, resources: CustomResources) -> None:
         """Use `create`."""
-        KernelCalls.__init__(self, context, resources, context.order)
+        KernelCalls.__init__(self, context, resources)
         FusedCalls.__init__(self, resources.facts, table)
         self._peers = context.peers
         self._timeout_s = context.timeout_s

@@ -122,7 +122,8 @@ class ExpertKernels(KernelCalls):
     """Dispatch and combine rows with our kernels, for one group. Implements `ExpertExchange`.
 
     Calls are queued on the caller's current stream and never wait for the device. Calls on different streams run one
-    after the other. Use the object from one thread at a time, like the group.
+    after the other, and so do these and the other calls of the group. Use the object from one thread at a time, like
+    the group.
 
     Attributes:
         arena_bytes: Bytes that the slots of one call may take on a rank; equal on all ranks.

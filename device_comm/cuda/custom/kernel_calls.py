@@ -30,17 +30,15 @@ class KernelCalls:
         context: The inputs from which it was built.
     """
 
-    def __init__(
-        self, context: CustomContext, resources: CustomResources, order: StreamOrder | None = None
-    ) -> None:
-        """Take over `resources`, which `destroy` frees; `order` is shared with other calls of the group."""
+    def __init__(self, context: CustomContext, resources: CustomResources) -> None:
+        """Take over `resources`, which `destroy` frees."""
         self.context: CustomContext = context
         self._driver = context.driver
         self._health = context.health
         self._resources = resources
         self._record = resources.record
         self._words: Sequence[int] = resources.record.words
-        self._order = order or StreamOrder(context.driver, context.health.where)
+        self._order = context.order or StreamOrder(context.driver, context.health.where)
         self._is_open = True
         self._is_destroyed = False
         self._was_raised = False
@@ -192,7 +190,10 @@ class KernelCalls:
         self._resources.destroy(None if self._health.is_broken else barrier, then)
 
     def _flush(self, timeout_s: float) -> None:
-        """Wait until the calls on our stream are done, a kernel fails, or `timeout_s` has passed."""
+        """Wait until the calls on our stream are done, a kernel fails, or `timeout_s` has passed.
+
+        The failure may be one of other kernels of the group, which share the order: it breaks the group.
+        """
         stream, driver = self._order.stream, self._driver
         if stream is None:
             return
@@ -205,6 +206,7 @@ class KernelCalls:
                     not driver.event_query(event)
                     and time.monotonic() < deadline
                     and not self._record.words[0]
+                    and not self._health.is_broken
                 ):
                     time.sleep(_FLUSH_PAUSE_S)
             finally:

@@ -46,7 +46,7 @@ class CustomContext:
         settings: Equal on all ranks, except for paths.
         timeout_s: The group's deadline in seconds.
         cubin: Returns compiled kernels.
-        order: Orders the calls of the group, NCCL's too; by default one of its own.
+        order: Orders the calls of the group, by NCCL and all our kernels; by default one of its own.
     """
 
     driver: Driver

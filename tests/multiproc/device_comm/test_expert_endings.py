@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shm_broadcast.errors import UsageError
+from shm_broadcast.errors import GroupBrokenError, UsageError
 from tests.cuda_worlds import STREAM, cuda_world
 from tests.harness import RankPool, run_ranks
 from tests.multiproc.device_comm.test_expert_exchange import ARENA, Tokens, plane_of, same, sent_by
@@ -97,6 +97,29 @@ def test_a_kernel_that_waits_leaves_before_any_group_frees_memory(native: str) -
     for took_s, outcome in run_ranks(ends_while_a_kernel_waits, 2, native):
         assert took_s < 10.0
         assert outcome["kind"] == "ClosedError"
+
+
+def ends_with_a_failure(rank: int, world_size: int, directory: Path, native: str) -> float:
+    with cuda_world(rank, world_size, directory, native, None, False, expert_arena_bytes=ARENA) as made:
+        group, it, driver = made
+        sent_by(it, Tokens(rank, 3, 4), rank, (4, 4), capacity=4)
+        meet(rank, range(world_size), directory, "queued")
+        driver.unfinished = -1
+        failing = threading.Timer(0.3, group._health.fail, [GroupBrokenError("a kernel gave up")])
+        failing.start()
+        start = time.monotonic()
+        it.end_calls(30.0)
+        took_s = time.monotonic() - start
+        failing.join()
+        meet(rank, range(world_size), directory, "told")
+        return took_s
+
+
+@pytest.mark.guarantee("D75")
+def test_the_wait_for_queued_calls_ends_when_the_group_breaks(native: str) -> None:
+    """The failure of either kind of kernels does that; calls behind it, of the other kind too, will not be done."""
+    for took_s in run_ranks(ends_with_a_failure, 2, native):
+        assert 0.2 < took_s < 15.0
 
 
 def loses_its_stream(rank: int, world_size: int, directory: Path, native: str) -> list[str]:

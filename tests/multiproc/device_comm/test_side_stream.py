@@ -26,6 +26,7 @@ from device_comm.cuda_settings import CudaSettings
 from device_comm.nccl.library import NcclLibrary
 from tests.fake_cuda import FakeDriver, fake_cubin, violations
 from tests.harness import RankPool, run_ranks
+from tests.multiproc.device_comm.test_expert_exchange import ARENA, Tokens, it_combine, sent_by
 from tests.native.cuda.host_build import build_host_library, shared_folder
 from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import DeviceStreams, context_of
@@ -61,6 +62,13 @@ class Rank:
         """Make an asynchronous call."""
         return self.line.submit("call", partial(call, *args), at_once=True)
 
+    def dispatch(self) -> Any:
+        """Send tokens to the ranks of their experts, by the kernels."""
+        rank = self.it.rank_in_group
+        routed = sent_by(self.it, Tokens(rank, 1, 4), rank, (4, 4), capacity=4)
+        assert "by kernels" in routed.choice.reason
+        return routed
+
     def queue(self, name: str, stream: int = CALLER) -> int:
         """Queue work of the application; return its number."""
         return self.driver.queue(stream, name)
@@ -81,7 +89,9 @@ def device_world(
     """Join a world; yield this rank, connected. Without `meets` the group may be broken at the end."""
     shared = directory / "device"
     shared.mkdir(exist_ok=True)
-    settings = CudaSettings(arena_bytes=1 << 16, staging_bytes=0, kernel_cache=str(directory / "cache"))
+    settings = CudaSettings(
+        arena_bytes=1 << 16, staging_bytes=0, expert_arena_bytes=ARENA, kernel_cache=str(directory / "cache")
+    )
     with world(rank, world_size, directory) as group:
         driver = FakeDriver(shared, rank)
         streams = DeviceStreams(driver)
@@ -181,16 +191,20 @@ def in_order(rank: int, world_size: int, directory: Path, native: str, seed: int
     chance = random.Random(seed)
     with device_world(rank, world_size, directory, native) as me:
         small, large = torch.ones(100), torch.ones(LARGE)
+        # Builds the kernels, too.
+        routed = me.dispatch()
         calls: list[Callable[[], Any]] = [
             lambda: me.it.all_reduce(small),
             lambda: me.it.all_reduce(large),
             lambda: me.it.all_gather(small),
             lambda: me.it.broadcast(large, 0),
+            me.dispatch,
+            lambda: it_combine(me.it, routed.hidden_states, routed),
             lambda: me.it.send(small, 1) if rank == 0 else me.it.recv(small.shape, small.dtype, 0),
         ]
         before = me.last()
         switches = 0
-        for _ in range(40):
+        for _ in range(60):
             call, is_later, stream = chance.choice(calls), chance.random() < 0.5, chance.choice((CALLER, 8))
             me.streams.number = stream
             begin = len(me.driver.works)
@@ -215,6 +229,45 @@ def test_calls_of_a_group_never_run_at_once(ranks2: RankPool, native: str, seed:
     """Whatever carries them, on whatever stream, asynchronous or not: each waits for the one before."""
     for switches in ranks2.run(in_order, native, seed):
         assert switches > 5
+
+
+def beside_experts(rank: int, world_size: int, directory: Path, native: str) -> None:
+    with device_world(rank, world_size, directory, native) as me:
+        last_eager = me.last()
+        for is_captured in (False, True):
+            with me.it.capture(9):
+                if is_captured:
+                    me.streams.number = 9
+                    me.driver.begin_capture(9)
+                me.later(me.it.all_reduce, torch.ones(100))
+                reduced = me.last()
+                me.dispatch()
+                dispatched = me.last()
+                assert me.follows(dispatched, reduced)
+                me.later(me.it.all_reduce, torch.ones(100))
+                assert me.follows(me.last(), dispatched)
+                me.dispatch()
+                if is_captured:
+                    me.driver.end_capture(9)
+                else:
+                    last_eager = me.last()
+                me.streams.number = CALLER
+            # The kernels for experts, which the first pass has built within `capture`, leave it as those for sums do.
+            me.streams.number = 8
+            me.dispatch()
+            assert me.follows(me.last(), last_eager)
+            me.streams.number = CALLER
+            me.dispatch()
+            expert = me.it.expert_exchange()
+            assert expert is not None
+            assert expert.stream == CALLER
+
+
+@pytest.mark.guarantee("D55")
+@pytest.mark.guarantee("D76")
+def test_kernels_for_experts_follow_asynchronous_sums(ranks2: RankPool, native: str) -> None:
+    """They are calls of the same group, which has at most half of a device; so are their branches of a capture."""
+    ranks2.run(beside_experts, native)
 
 
 # --- captures -------------------------------------------------------------------------------------------------

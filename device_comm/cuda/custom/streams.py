@@ -22,7 +22,7 @@ class StreamOrder:
 
     Attributes:
         hot: A call on this stream needs no look, unless a capture was begun by us. None before the first call, and from
-            a captured call to the first eager one after that capture, which any stream may have joined.
+            a captured call to the first eager one after all captures with calls, which any stream may have joined.
         stream: The stream of the last call that was not captured; None before the first one.
     """
 
@@ -32,8 +32,8 @@ class StreamOrder:
         self.stream: int | None = None
         self._driver = driver
         self._where = where
-        # The capture and the stream of the last call that was captured; 0 before the first one.
-        self._capture, self._branch = 0, 0
+        # The stream of the last call in each capture, by its id. Those that have ended are dropped when one is added.
+        self._branches: dict[int, int] = {}
         # Event that the next stream has to wait for.
         self._behind: int | None = None
 
@@ -55,13 +55,24 @@ class StreamOrder:
         # Else its capture has become invalid, and nothing of it will run: the launch raises the driver's error.
 
     def _admit_captured(self, stream: int, capture: int, operation: str) -> None:
-        before = self._branch if capture == self._capture else stream
-        # Calls on the hot stream are not looked at: it may belong to this capture by now.
-        if self.hot is not None and self._capture_of(self.hot) == capture:
-            before = self.hot
-        if before != stream:
+        if self.hot is not None:
+            # Calls on the hot stream are not looked at: it may belong to this capture by now, or to another one.
+            joined = self._capture_of(self.hot)
+            if joined:
+                self._branches[joined] = self.hot
+        before = self._branches.get(capture)
+        if before is None:
+            self._forget_ended()
+        elif before != stream:
             self._order(before, stream, operation)
-        self._capture, self._branch, self.hot = capture, stream, None
+        self._branches[capture], self.hot = stream, None
+
+    def _forget_ended(self) -> None:
+        self._branches = {
+            capture: stream
+            for capture, stream in self._branches.items()
+            if self._capture_of(stream) == capture
+        }
 
     def _capture_of(self, stream: int) -> int:
         """Return the capture that the stream of an earlier call takes part in, or 0."""
@@ -95,10 +106,10 @@ class StreamOrder:
         self._continue_on(stream)
 
     def _continue_on(self, stream: int | None) -> None:
-        """Make `stream` that of the last call, and the hot one unless the last capture goes on."""
-        if self._capture and self._capture_of(self._branch) != self._capture:
-            self._capture = 0
-        self.stream, self.hot = stream, None if self._capture else stream
+        """Make `stream` that of the last call, and the hot one unless a capture with calls goes on."""
+        if self._branches:
+            self._forget_ended()
+        self.stream, self.hot = stream, None if self._branches else stream
 
     def restore(self, stream: int | None) -> None:
         """Undo `use`: go back to `stream`, or to none. Later calls run after all work queued so far.

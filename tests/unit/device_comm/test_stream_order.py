@@ -77,6 +77,50 @@ def test_calls_of_a_hot_stream_that_was_captured_are_followed(calls: Calls) -> N
     assert calls.call(5) == [(6, 5)]
 
 
+@pytest.mark.guarantee("D55")
+def test_two_captures_at_once_keep_an_order_each(calls: Calls) -> None:
+    """A call in one of them does not hide the last call in the other."""
+    calls.driver.begin_capture(9)
+    early = calls.mark(9)
+    assert calls.call(9) == []
+    calls.driver.begin_capture(5)
+    assert calls.call(5) == []
+    calls.join(6, early)
+    calls.driver.orders.clear()
+    assert calls.call(6) == [(9, 6)]
+    assert calls.call(5) == []
+    assert calls.call(9) == [(6, 9)]
+    for stream in (9, 5):
+        calls.driver.end_capture(stream)
+    assert calls.call(7) == []
+    assert calls.order.hot == 7, "neither capture goes on"
+
+
+@pytest.mark.guarantee("D55")
+def test_calls_of_a_hot_stream_are_followed_behind_another_capture(calls: Calls) -> None:
+    """Those calls were not looked at, and a call in another capture ends that the stream is hot."""
+    calls.call(5)
+    calls.driver.begin_capture(5)
+    early = calls.mark(5)
+    calls.call(5)
+    calls.driver.begin_capture(9)
+    assert calls.call(9) == []
+    calls.join(6, early)
+    calls.driver.orders.clear()
+    assert calls.call(6) == [(5, 6)]
+
+
+def test_captures_that_have_ended_are_forgotten(calls: Calls) -> None:
+    """Otherwise a program that captures for ever would remember all its captures."""
+    for _ in range(50):
+        calls.driver.begin_capture(9)
+        calls.call(9)
+        calls.driver.end_capture(9)
+    assert len(calls.order._branches) == 1
+    calls.call(9)
+    assert calls.order._branches == {}
+
+
 def test_after_a_capture_the_calls_of_one_stream_are_not_looked_at(calls: Calls) -> None:
     """Otherwise every eager call of a program that has captured once would ask the driver."""
     calls.driver.begin_capture(9)

@@ -88,7 +88,7 @@ class CudaCommunicator(FusedCommunicator):
         # With two ranks, both take part in a first send and can connect then. With more, the others would not connect.
         eager = context.world_size > 2
         super().__init__(context, library=library, streams=streams, progress=self._events, eager=eager)
-        self.aside: SideStream = SideStream(self._streams, self._orders, self._ordering)
+        self.aside: SideStream = SideStream(self._streams, self._orders, self._capture_of, self._ordering)
         self._cubin = cubin
         self._is_deterministic = cuda_settings(context.cuda).deterministic
         self._custom: CustomAllReduce | None = None

@@ -51,6 +51,10 @@ class OrderedCommunicator(NcclCommunicator):
             self._give_up(error, stream)
             raise
 
+    def _capture_of(self, stream: int) -> int:
+        """Return the id of the capture that a stream takes part in; 0 without one, and on a rank without the driver."""
+        return self._driver().capture_id(stream) if self._orders() else 0
+
     @contextmanager
     def _ordering(self, stream: int) -> Iterator[None]:
         """Break the group if an asynchronous call that was made on `stream` cannot be ordered with other work."""

@@ -22,6 +22,7 @@ class SideStream:
         self,
         streams: Streams,
         is_ordered: Callable[[], bool],
+        capture_of: Callable[[int], int],
         ordering: Callable[[int], AbstractContextManager[None]],
     ) -> None:
         """Make no stream yet.
@@ -30,10 +31,12 @@ class SideStream:
             streams: The device's streams.
             is_ordered: Returns whether the group's calls keep their order on any stream. If not, they stay on the
                 current one.
+            capture_of: Returns the id of the capture that a stream takes part in, or 0.
             ordering: Returns a context that breaks the group if a call that was made on this stream cannot be ordered.
         """
         self._streams = streams
         self._is_ordered = is_ordered
+        self._capture_of = capture_of
         self._ordering = ordering
         self._own: int | None = None
 
@@ -42,6 +45,10 @@ class SideStream:
         """Make the side stream current, behind the caller's; keep the memory of the call's tensors for it.
 
         If that fails, the other ranks may queue a call that this one does not: the group is broken then.
+
+        Raises:
+            UsageError: The side stream takes part in a capture, and the caller's stream in none or in another one.
+                Nothing was queued, the group is intact.
         """
         with ExitStack() as current:
             with self._ordering(self._streams.current()):
@@ -55,6 +62,12 @@ class SideStream:
             self._own = streams.create()
         side, caller = self._own, streams.current()
         if side != caller:
+            capture = self._capture_of(side)
+            if capture and capture != self._capture_of(caller):
+                raise UsageError(
+                    f"stream {side:#x}, on which the group makes its asynchronous calls, takes part in a capture; such "
+                    f"calls on stream {caller:#x}, which does not, can be made when that capture has ended"
+                )
             streams.wait(side, caller)
             for tensor in tensors_of(call):
                 streams.keep(tensor, side)
@@ -66,29 +79,33 @@ class SideStream:
         If that fails, the group is broken: this rank has queued a call that looks as if it had not.
         """
         with self._ordering(self._streams.current()):
-            return SideMark(self._streams, tensors_of(result))
+            return SideMark(self._streams, self._capture_of, tensors_of(result))
 
 
 class SideMark:
     """A mark behind a call; see `Mark`."""
 
-    def __init__(self, streams: Streams, results: Iterable[torch.Tensor]) -> None:
-        """Record an event on the current stream."""
+    def __init__(
+        self, streams: Streams, capture_of: Callable[[int], int], results: Iterable[torch.Tensor]
+    ) -> None:
+        """Record an event on the current stream. The arguments are those of `SideStream`, and what to keep."""
         self._streams = streams
+        self._capture_of = capture_of
         self._results = list(results)
         self._stream = streams.current()
         self._is_captured = streams.is_captured()
+        self._capture = capture_of(self._stream)
         self._event = streams.record(self._stream)
 
     def wait(self) -> None:
         """Make the current stream wait for the event.
 
         Raises:
-            UsageError: The current stream is being captured and the call was not, or the other way round. Nothing was
-                queued, and no capture is spoilt.
+            UsageError: The current stream is being captured and the call was not, or the other way round, or both were
+                and in different captures. Nothing was queued, and no capture is spoilt.
         """
-        self._check("wait for")
         current = self._streams.current()
+        self._check(current)
         if current == self._stream:
             return
         self._event.wait(current)
@@ -113,14 +130,20 @@ class SideMark:
         with self._streams.use(self._stream):
             yield
 
-    def _check(self, what: str) -> None:
+    def _check(self, stream: int) -> None:
         is_captured = self._streams.is_captured()
         if is_captured and not self._is_captured:
             raise UsageError(
-                f"a captured stream cannot {what} a call that was made before the capture; wait for its handle before"
+                "a captured stream cannot wait for a call that was made before the capture; wait for its handle before"
             )
         if self._is_captured and not is_captured:
             raise UsageError(
-                f"a stream outside of the capture cannot {what} a call that was captured; wait for its handle within "
+                "a stream outside of the capture cannot wait for a call that was captured; wait for its handle within "
                 "the capture, and replay the graph"
+            )
+        # The id of a capture that has become invalid is 0: then the driver says that.
+        if self._capture_of(stream) not in (0, self._capture):
+            raise UsageError(
+                "a captured stream cannot wait for a call of another capture; wait for its handle within that, and "
+                "order the replays of the two graphs"
             )

@@ -14,23 +14,9 @@ from shm_broadcast.errors import GroupBrokenError, UsageError
 from tests.cuda_worlds import STREAM, cuda_world
 from tests.harness import RankPool, run_ranks
 from tests.multiproc.device_comm.test_expert_exchange import ARENA, Tokens, plane_of, same, sent_by
-from tests.native.cuda.host_build import build_host_library, shared_folder
-from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import HostStreams
 from tests.waiting import wait_until
 from tests.worlds import meet, outcome_of
-
-
-@pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a folder with the stub of NCCL and the kernels for two ranks."""
-    folder = tmp_path_factory.mktemp("cuda")
-    build_stub(folder)
-    for dtype in ("float32", "float16", "bfloat16"):
-        library = build_host_library(2, dtype, shared_folder(tmp_path_factory))
-        (folder / library.name).symlink_to(library)
-    return str(folder)
-
 
 _FREED = ("mem_free", "host_free", "vmm_unmap", "ipc_close", "module_unload")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from coordinator.calls import Calls
-from coordinator.errors import CapabilityError, ClosedError, CudaError, UsageError
+from coordinator.errors import CapabilityError, ClosedError, UsageError
 from coordinator.torch_interop.collectives import TorchCollectives
 from device_comm.async_calls import CallHandle, CallLine
 from device_comm.cuda.communicator import CudaCommunicator
@@ -25,12 +25,10 @@ from device_comm.cuda.side_stream import SideStream
 from device_comm.cuda_settings import CudaSettings
 from device_comm.nccl.library import NcclLibrary
 from tests.fake_cuda import FakeDriver, fake_cubin, violations
-from tests.harness import RankPool, run_ranks
+from tests.harness import RankPool
 from tests.multiproc.device_comm.test_expert_exchange import ARENA, Tokens, it_combine, sent_by
-from tests.native.cuda.host_build import build_host_library, shared_folder
-from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import DeviceStreams, context_of
-from tests.worlds import meet, outcome_of, world
+from tests.worlds import world
 
 CALLER = 7
 DEVICE = torch.device("cuda", 0)
@@ -38,17 +36,6 @@ LARGE = 60_000
 """Elements of a sum that NCCL carries; our kernels carry one of 100."""
 
 _NCCL_CALLS = ("ncclAllReduce", "ncclAllGather", "ncclBroadcast", "ncclReduceScatter", "ncclSend", "ncclRecv")
-
-
-@pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a folder with the stub of NCCL and the kernels for two ranks."""
-    folder = tmp_path_factory.mktemp("cuda")
-    build_stub(folder)
-    for dtype in ("float32", "float16", "bfloat16"):
-        library = build_host_library(2, dtype, shared_folder(tmp_path_factory))
-        (folder / library.name).symlink_to(library)
-    return str(folder)
 
 
 class Rank:
@@ -61,6 +48,11 @@ class Rank:
     def later(self, call: Callable[..., Any], *args: Any) -> CallHandle[Any]:
         """Make an asynchronous call."""
         return self.line.submit("call", partial(call, *args), at_once=True)
+
+    def eagerly_later(self, tensor: torch.Tensor) -> Any:
+        """Make an asynchronous call on the caller's stream while another one is current, and wait for it."""
+        with self.streams.use(CALLER):
+            return self.later(self.it.all_reduce, tensor).wait()
 
     def dispatch(self) -> Any:
         """Send tokens to the ranks of their experts, by the kernels."""
@@ -320,36 +312,6 @@ def test_a_captured_call_is_a_branch_of_the_graph(ranks2: RankPool, native: str)
     assert ranks2.run(captured, native) == [[1.0, 3.0, 5.0]] * 2
 
 
-def unjoined(rank: int, world_size: int, directory: Path, native: str) -> str:
-    with device_world(rank, world_size, directory, native) as me:
-        own = torch.full((100,), float(rank + 1))
-
-        def capture() -> None:
-            with me.it.capture(9):
-                me.streams.number = 9
-                me.driver.begin_capture(9)
-                me.later(me.it.all_reduce, own)
-                try:
-                    me.driver.end_capture(9)
-                finally:
-                    me.streams.number = CALLER
-
-        with pytest.raises(CudaError, match="UNJOINED") as caught:
-            capture()
-        assert me.it.all_reduce(own)[0] == 3.0
-        assert me.later(me.it.all_reduce, own).wait()[0] == 3.0
-        return str(caught.value)
-
-
-@pytest.mark.guarantee("D76")
-def test_a_capture_with_a_handle_that_nobody_waits_for_fails_and_leaves_the_group(
-    ranks2: RankPool, native: str
-) -> None:
-    """The driver refuses to end it; the calls of the group go on."""
-    for text in ranks2.run(unjoined, native):
-        assert "904" in text
-
-
 # --- torch's functions ----------------------------------------------------------------------------------------
 
 
@@ -406,51 +368,6 @@ def test_a_future_does_not_make_the_caller_wait(ranks2: RankPool, native: str) -
     assert ranks2.run(futures, native) == [3.0, 3.0]
 
 
-# --- failures -------------------------------------------------------------------------------------------------
-
-
-def one_is_left_out(
-    rank: int, world_size: int, directory: Path, native: str, step: str
-) -> list[dict[str, Any]]:
-    with device_world(rank, world_size, directory, native, meets=False) as me:
-
-        def fail(*_: Any) -> None:
-            raise RuntimeError("would depend on a capturing blocking stream")
-
-        def asynchronous() -> None:
-            me.later(me.it.all_reduce, torch.ones(100)).wait()
-            # What a kernel that left early has written is undefined: this says so.
-            me.it.check()
-
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 1:
-                patch.setattr(me.streams, step, fail)
-            seen = [outcome_of(asynchronous)]
-        seen.append(outcome_of(lambda: float(me.it.all_reduce(torch.full((100,), 5.0))[0])))
-        meet(rank, range(world_size), directory, "told")
-        return seen
-
-
-@pytest.mark.guarantee("D55")
-@pytest.mark.guarantee("D76")
-@pytest.mark.parametrize("step", ["create", "wait", "keep", "use"])
-def test_an_asynchronous_call_that_one_rank_does_not_queue_breaks_the_group(native: str, step: str) -> None:
-    """Otherwise the others would take its next call for this one, and every later sum would be silently wrong."""
-    (other, later), (own, refused) = run_ranks(one_is_left_out, 2, native, step)
-    assert own["kind"] == "CudaError"
-    assert other["kind"] == "GroupBrokenError"
-    assert [later["kind"], refused["kind"]] == ["GroupBrokenError"] * 2
-    for each in (own, other):
-        assert "capturing blocking stream" in each["text"]
-
-
-@pytest.mark.guarantee("D76")
-def test_a_call_without_a_mark_behind_it_breaks_the_group(native: str) -> None:
-    """All ranks have queued it, but who gets an error makes it again, or goes on without it."""
-    _, (own, refused) = run_ranks(one_is_left_out, 2, native, "record")
-    assert (own["kind"], refused["kind"]) == ("CudaError", "GroupBrokenError")
-
-
 # --- the rest -------------------------------------------------------------------------------------------------
 
 
@@ -458,7 +375,7 @@ def test_calls_that_cannot_be_ordered_stay_on_the_current_stream(tmp_path: Path)
     """A rank without the driver's bindings cannot order streams, and NCCL carries its calls."""
     driver = FakeDriver(tmp_path, 0)
     streams = DeviceStreams(driver)
-    aside = SideStream(streams, lambda: False, lambda _: nullcontext())
+    aside = SideStream(streams, lambda: False, lambda _: 0, lambda _: nullcontext())
     with aside.entered(partial(max, torch.ones(1))):
         call = driver.queue(streams.number, "call")
         mark = aside.mark(None)

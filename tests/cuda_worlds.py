@@ -1,6 +1,6 @@
 """Worlds with a `CudaCommunicator` over a driver that needs no GPU, kernels from g++ and a stub of NCCL."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from coordinator.group import GroupCoordinator
 from device_comm.cuda.communicator import CudaCommunicator
 from device_comm.cuda_settings import CudaSettings
 from device_comm.nccl.library import NcclLibrary
-from tests.fake_cuda import FakeDriver, FakeFaults, fake_cubin, violations
+from tests.fake_cuda import FakeDevice, FakeDriver, FakeFaults, fake_cubin, violations
 from tests.nccl_ranks import HostStreams, context_of
 from tests.worlds import world
 
@@ -24,6 +24,7 @@ def cuda_world(
     native: str,
     faults: FakeFaults | None = None,
     meets: bool = True,
+    devices: Sequence[FakeDevice] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[GroupCoordinator, CudaCommunicator, FakeDriver]]:
     """Join a world; yield its group, a communicator over the fake driver, and the driver."""
@@ -31,7 +32,7 @@ def cuda_world(
     shared.mkdir(exist_ok=True)
     chosen = {"arena_bytes": 1 << 16, "staging_bytes": 1 << 16, "kernel_cache": str(directory / "cache")}
     with world(rank, world_size, directory) as group:
-        driver = FakeDriver(shared, rank, faults=faults)
+        driver = FakeDriver(shared, rank, faults=faults, devices=devices)
         communicator = CudaCommunicator(
             context_of(group, cuda=CudaSettings(**{**chosen, **settings})),
             open_driver=lambda: driver,

@@ -64,6 +64,9 @@ __all__ = [
 # The handles of the legacy stream.
 _LEGACY = (0, 1)
 
+# The first driver that captures programmatic dependent launch into a graph.
+_DEPENDENT_SINCE = 12030
+
 _CUBIN_MAGIC = b"host-library:"
 
 
@@ -365,6 +368,7 @@ class FakeDriver(FakeMulticast):
             raise self._error("configure", INVALID_HANDLE)
         if grid % cluster:
             raise self._error("configure", INVALID_VALUE)
+        is_dependent = is_dependent and self.supports_dependent_launch()
         return LaunchConfiguration(function, grid, threads, cluster, is_dependent)
 
     def launch_configured(
@@ -375,7 +379,19 @@ class FakeDriver(FakeMulticast):
         self._launch(configuration.function, shape, stream, arguments)
 
     def supports_dependent_launch(self) -> bool:
-        return True
+        return self.device.capability >= (9, 0) and self.faults.version >= _DEPENDENT_SINCE
+
+    def launched(self) -> dict[str, bool]:
+        """Return the kernels that were launched, and whether each could begin before the end of the one before it.
+
+        Raises an error if that differs between launches of a kernel.
+        """
+        found: dict[str, bool] = {}
+        for each in self.configured:
+            name = self._functions[each.function][1]
+            if found.setdefault(name, each.is_dependent) is not each.is_dependent:
+                raise AssertionError(f"some launches of {name} are dependent")
+        return found
 
     # --- streams and events -----------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import rms_norm
 from tests.cuda_worlds import STREAM, cuda_world
 from tests.custom_ranks import policy_file
-from tests.fake_cuda import FakeFaults
+from tests.fake_cuda import FakeFaults, fake_devices
 from tests.harness import RankPool, run_ranks
+from tests.multiproc.device_comm.test_expert_exchange import ARENA, Tokens, it_combine, sent_by
 from tests.nccl_ranks import HostStreams, stub_of
 from tests.waiting import wait_until
 from tests.worlds import meet
@@ -185,6 +186,47 @@ def test_sums_of_experts_have_the_bits_of_the_steps_whether_they_are_fused_or_no
 ) -> None:
     """Small ones take one kernel, large ones a kernel and an all-reduce, and odd or empty ones torch's operations."""
     assert ranks2.run(finalizes, native) == [[True, False, False, False]] * 2
+
+
+def launches(
+    rank: int, world_size: int, directory: Path, native: str, major: int, is_allowed: bool
+) -> dict[str, bool]:
+    settings: dict[str, Any] = {"dependent_launch": is_allowed, "expert_arena_bytes": ARENA}
+    devices = fake_devices(world_size, capability=(major, 0))
+    with cuda_world(rank, world_size, directory, native, devices=devices, **settings) as (_, it, driver):
+        it.all_reduce(torch.ones(64))
+        it.reduce_scatter(torch.ones(64))
+        it.all_gather(torch.ones(64))
+        # Small ones are fused.
+        for rows, hidden in ((3, 256), (64, 2048)):
+            ones = torch.ones(rows, hidden).bfloat16()
+            norm = ones, ones, ones[0], 1e-6
+            it.all_reduce_add_rms_norm(*norm)
+            it.all_reduce_add_rms_norm_fp8(*norm, None)
+            it.all_reduce_add_rms_norm_nvfp4(*norm, torch.tensor(1.0))
+            it.moe_finalize_all_reduce(
+                ones, torch.zeros(rows, 2, dtype=torch.int32), torch.ones(rows, 2), None
+            )
+        routed = sent_by(it, Tokens(rank, 1, 4), rank, (4, 4), capacity=4)
+        it_combine(it, routed.hidden_states, routed)
+        return driver.launched()
+
+
+@pytest.mark.parametrize(
+    ("major", "is_allowed", "is_dependent"),
+    [(9, True, True), (10, True, True), (8, True, False), (9, False, False)],
+    ids=["sm_90", "sm_100", "sm_80", "the setting is off"],
+)
+def test_all_kernels_begin_while_the_one_before_them_ends(
+    ranks2: RankPool, native: str, major: int, is_allowed: bool, is_dependent: bool
+) -> None:
+    """From sm_90 on and with `cuda.dependent_launch`; no result shows whether they do."""
+    for launched in ranks2.run(launches, native, major, is_allowed):
+        assert set(launched.values()) == {is_dependent}
+        outputs = ("", "_fp8", "_nvfp4")
+        wanted = {f"{begin}add_rms_norm{output}" for begin in ("push_", "") for output in outputs}
+        wanted |= {"push_one_shot", "moe_finalize", "push_moe_finalize"}
+        assert wanted | {"expert_dispatch", "expert_combine"} <= set(launched)
 
 
 def captures(rank: int, world_size: int, directory: Path, native: str) -> list[float]:

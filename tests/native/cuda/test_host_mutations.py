@@ -68,6 +68,24 @@ MISTAKES: Final = {
         "        if self._eps == 0.0:\n",
         f"{MULTIPROC}/test_custom_all_reduce.py::test_sums_are_those_in_rank_order",
     ),
+    "our collectives wait for the end of the kernel before them": Mistake(
+        "custom/all_reduce.py",
+        "cluster=cluster, is_dependent=self._is_dependent",
+        "cluster=cluster, is_dependent=False",
+        f"{MULTIPROC}/test_cuda_communicator.py::test_all_kernels_begin_while_the_one_before_them_ends",
+    ),
+    "the kernels for experts wait for the end of the kernel before them": Mistake(
+        "custom/expert_parallel.py",
+        "_THREADS, is_dependent=self._is_dependent",
+        "_THREADS, is_dependent=False",
+        f"{MULTIPROC}/test_cuda_communicator.py::test_all_kernels_begin_while_the_one_before_them_ends",
+    ),
+    "dependent launches cannot be switched off": Mistake(
+        "custom/all_reduce.py",
+        "self._is_dependent = context.settings.dependent_launch",
+        "self._is_dependent = True",
+        f"{MULTIPROC}/test_cuda_communicator.py::test_all_kernels_begin_while_the_one_before_them_ends",
+    ),
     "a digest of the policy without its rows": Mistake(
         "policy/decision.py",
         'numbers = [msgspec.structs.replace(row, source="") for row in table.thresholds]',

@@ -272,6 +272,15 @@ class Driver(Protocol):
 
     # --- streams and events -----------------------------------------------------------------------------------
 
+    def stream_create(self) -> int:
+        """Return a new stream that neither waits for the legacy stream nor makes that wait."""
+
+    def stream_destroy(self, stream: int) -> None:
+        """Destroy a stream of `stream_create`; what was queued on it is still done."""
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Block until all work queued on `stream` is done."""
+
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Make later work on `stream` wait for `event`."""
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from device_comm.cuda.driver import IPC_HANDLE_BYTES, Driver, LaunchConfiguration, PreparedLaunch
-from device_comm.cuda.driver_multicast import MulticastCalls
+from device_comm.cuda.driver_parts import MulticastCalls, StreamCalls
 from device_comm.cuda.nvml import links_of
 from shm_broadcast.errors import CapabilityError, ClosedError, CudaError, UsageError
 
@@ -64,7 +64,7 @@ def bindings(name: str) -> Any:
         ) from error
 
 
-class CudaDriver(MulticastCalls, Driver):
+class CudaDriver(MulticastCalls, StreamCalls, Driver):
     """Call the CUDA driver for one device; `Driver` documents the methods.
 
     The object retains the device's primary context, which torch uses too. Each call makes it current and restores the
@@ -291,7 +291,7 @@ class CudaDriver(MulticastCalls, Driver):
         source = (ctypes.c_char * len(data)).from_buffer_copy(data)
         self._in_context("cuMemcpyHtoD", address, ctypes.addressof(source), len(data))
         # From pageable memory the call may return once the data is staged, and our streams do not wait for the copy.
-        self._in_context("cuStreamSynchronize", self._stream(0))
+        self.stream_synchronize(0)
 
     def memcpy_dtod(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         self._in_context("cuMemcpyDtoDAsync", destination, source, nbytes, self._stream(stream))

@@ -40,12 +40,6 @@ def u64(value: int) -> bytes:
 class Gpu(Driver, Protocol):
     """What the tests need beyond `Driver`. A fake device has it too."""
 
-    def stream_create(self) -> int: ...
-
-    def stream_destroy(self, stream: int) -> None: ...
-
-    def stream_synchronize(self, stream: int) -> None: ...
-
     def begin_capture(self, stream: int) -> None: ...
 
     def end_capture(self, stream: int) -> Any: ...
@@ -60,22 +54,11 @@ class Gpu(Driver, Protocol):
 
 
 class GpuDriver(CudaDriver):
-    """The product's driver of a real device, with streams, graphs and events that record the time."""
+    """The product's driver of a real device, with graphs and events that record the time."""
 
     def attribute(self, name: str) -> int:
         """Return CU_DEVICE_ATTRIBUTE_`name`."""
         return self._attribute(name)
-
-    def stream_create(self) -> int:
-        non_blocking = 1
-        return int(self._in_context("cuStreamCreate", non_blocking))
-
-    def stream_destroy(self, stream: int) -> None:
-        self._in_context("cuStreamDestroy", self._stream(stream))
-        self._streams.pop(stream)
-
-    def stream_synchronize(self, stream: int) -> None:
-        self._in_context("cuStreamSynchronize", self._stream(stream))
 
     def launch_cooperative(
         self, function: int, grid: tuple[int, int], block_x: int, stream: int, arguments: PreparedLaunch

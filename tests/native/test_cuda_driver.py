@@ -38,6 +38,9 @@ facts = [driver.driver_version(), driver.device_count(), driver.device_index(), 
 driver.enable_peer_access(0)
 memory = driver.mem_alloc(64)
 driver.memset_d32(memory, 0xFFFFFFFF, 2, 0)
+own = driver.stream_create()
+driver.stream_synchronize(own)
+driver.stream_destroy(own)
 driver.memcpy_htod(memory + 8, b"abcd")
 driver.memcpy_dtod(memory + 12, memory + 8, 4, 9)
 seen = driver.memcpy_dtoh(memory, 20).hex()
@@ -179,6 +182,9 @@ def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any
         f"cuLaunchKernelEx 0x258 34 1 1 128 1 1 0 0x2bc {1 << 40} 8 (nil)",
         f"cuLaunchKernelEx 0x258 34 1 1 128 1 1 0 0x9 {1 << 40} 8 (nil)",
         f"cuLaunchKernelEx 0x258 36 1 1 256 1 1 0 0x9 {1 << 40} 8 (nil) cluster 4 1 1 attribute 6 1",
+        "cuStreamCreate 1",
+        "cuStreamSynchronize 0x2bc",
+        "cuStreamDestroy 0x2bc",
         "cuEventCreate 2",
     ):
         assert line in log

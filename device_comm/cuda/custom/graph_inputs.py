@@ -14,6 +14,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from device_comm.cuda.custom.own_stream import own_stream
 from device_comm.cuda.custom.peer_memory import PeerMemory
 from device_comm.cuda.custom.peer_messages import MAX_TEXT_CHARS, BufferRecord, PeerExchange
 from device_comm.cuda.driver import Driver
@@ -88,7 +89,8 @@ class GraphInputs:
         self._staging_offset = staging_offset
         self._where = where
         self._table = driver.mem_alloc(SLOTS * _SLOT_BYTES)
-        driver.memcpy_htod(self._table, bytes(SLOTS * _SLOT_BYTES))
+        with own_stream(driver) as stream:
+            driver.memset_d32(self._table, 0, SLOTS * _SLOT_BYTES // 4, stream)
         self._used = 0
         self._notes: list[_Note] = []
 

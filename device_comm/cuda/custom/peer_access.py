@@ -16,6 +16,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from device_comm.cuda.custom.own_stream import own_stream
 from device_comm.cuda.custom.peer_messages import PeerExchange
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.whole_file import write_whole
@@ -121,11 +122,11 @@ def _pattern(writer: int, reader: int) -> bytes:
 def _write(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
     """Write this rank's patterns into every region, including its own; return why that failed, or ""."""
     try:
-        for peer, address in enumerate(addresses):
-            for part in range(_PARTS):
-                place = address + PROBE_BYTES * rank + 4 * _WORDS * part
-                driver.memset_d32(place, _word(rank, peer, part), _WORDS, 0)
-        driver.context_synchronize()
+        with own_stream(driver) as stream:
+            for peer, address in enumerate(addresses):
+                for part in range(_PARTS):
+                    place = address + PROBE_BYTES * rank + 4 * _WORDS * part
+                    driver.memset_d32(place, _word(rank, peer, part), _WORDS, stream)
     except CommError as error:
         return str(error)
     return ""
@@ -150,8 +151,8 @@ def _look(driver: Driver, peers: PeerExchange, addresses: Sequence[int]) -> str:
 
 def _clear(driver: Driver, address: int, nbytes: int) -> str:
     try:
-        driver.memset_d32(address, 0, nbytes // 4, 0)
-        driver.context_synchronize()
+        with own_stream(driver) as stream:
+            driver.memset_d32(address, 0, nbytes // 4, stream)
     except CommError as error:
         return str(error)
     return ""

@@ -12,6 +12,7 @@ import msgspec
 from device_comm.cuda.custom.graph_inputs import GraphInputs
 from device_comm.cuda.custom.launches import CubinSource, Launches
 from device_comm.cuda.custom.multicast import MulticastMemory
+from device_comm.cuda.custom.own_stream import own_stream
 from device_comm.cuda.custom.peer_memory import PeerMemory, attempt
 from device_comm.cuda.custom.peer_messages import MAX_TEXT_CHARS, Kind, PeerExchange
 from device_comm.cuda.custom.release import release_when_idle
@@ -205,10 +206,10 @@ class CustomResources:
         self._undo.append(self.record.free)
         state = driver.mem_alloc(STATE_BYTES)
         self._undo.append(lambda: driver.mem_free(state))
-        driver.memcpy_htod(state, bytes(STATE_BYTES))
-        for offset, value, words in layout.initial_words:
-            driver.memset_d32(memory.addresses[rank] + offset, value, words, 0)
-        driver.context_synchronize()
+        with own_stream(driver) as stream:
+            driver.memset_d32(state, 0, STATE_BYTES // 4, stream)
+            for offset, value, words in layout.initial_words:
+                driver.memset_d32(memory.addresses[rank] + offset, value, words, stream)
         params = pack_params(
             layout,
             workspaces=memory.addresses,

@@ -316,6 +316,23 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
         assert words in result["text"]
 
 
+def begins_beside_another_group(rank: int, world_size: int, directory: Path, libraries: str) -> float:
+    me = CustomRank(rank, world_size, directory, libraries)
+    start = time.monotonic()
+    with me.driver.hang():
+        me.create()
+    took_s = time.monotonic() - start
+    assert me.all_reduce(1, 64, BF16)
+    me.finish()
+    return took_s
+
+
+def test_workspaces_are_made_beside_another_groups_kernel(ranks2: RankPool, libraries: str) -> None:
+    """That kernel may wait for a rank that is making its workspaces here."""
+    for took_s in ranks2.run(begins_beside_another_group, libraries):
+        assert took_s < 12.0
+
+
 def failing_capture(rank: int, world_size: int, directory: Path, libraries: str) -> dict[str, Any]:
     me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
     with me.made() as custom:

@@ -1,12 +1,14 @@
-"""Multicast objects of the CUDA driver, as part of `CudaDriver`. `Driver` documents the methods."""
+"""Multicast objects and streams of the CUDA driver, as parts of `CudaDriver`. `Driver` documents the methods."""
 
 # ruff: noqa: D102 - `Driver` declares the methods and documents them.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-__all__ = ["MulticastCalls"]
+__all__ = ["MulticastCalls", "StreamCalls"]
+
+_NON_BLOCKING: Final = 1
 
 
 class _Caller(Protocol):
@@ -14,9 +16,13 @@ class _Caller(Protocol):
 
     _api: Any
     _device: Any
+    _streams: dict[int, Any]
 
     def _in_context(self, function: str, *arguments: Any) -> Any:
         """Call a function in the device's context."""
+
+    def _stream(self, stream: int) -> Any:
+        """Return the bindings' object for a stream."""
 
     def _attribute(self, name: str) -> int:
         """Return an attribute of the device."""
@@ -48,6 +54,20 @@ class MulticastCalls:
 
     def multicast_unbind(self: _Caller, handle: int, nbytes: int) -> None:
         self._in_context("cuMulticastUnbind", handle, self._device, 0, nbytes)
+
+
+class StreamCalls:
+    """The calls that make a stream, wait for one and destroy it."""
+
+    def stream_create(self: _Caller) -> int:
+        return int(self._in_context("cuStreamCreate", _NON_BLOCKING))
+
+    def stream_destroy(self: _Caller, stream: int) -> None:
+        self._in_context("cuStreamDestroy", self._stream(stream))
+        self._streams.pop(stream, None)
+
+    def stream_synchronize(self: _Caller, stream: int) -> None:
+        self._in_context("cuStreamSynchronize", self._stream(stream))
 
 
 def _properties(api: Any, handle_kind: Any, devices: int, nbytes: int) -> Any:

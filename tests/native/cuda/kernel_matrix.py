@@ -1,8 +1,22 @@
 """The combinations of the compile matrix that `make test` leaves out. `make test-kernels` runs them."""
 
+import itertools
+
 import pytest
 
-from tests.native.cuda.test_kernel_build import ALL, LATIN, check_no_local_memory
+from device_comm.cuda import kernels
+from tests.native.cuda.test_kernel_build import DTYPES, LATIN, WORLDS, check_no_local_memory
+
+NEWEST = 121
+
+
+def known_archs() -> list[int]:
+    """Return the architectures that the installed NVRTC knows, from the oldest one that we support."""
+    known: list[int] = list(kernels._call("nvrtcGetSupportedArchs"))
+    return [arch for arch in known if kernels.OLDEST_ARCH <= arch <= NEWEST]
+
+
+ALL = list(itertools.product(known_archs(), WORLDS, DTYPES))
 
 
 @pytest.mark.parametrize(("arch", "world_size", "dtype"), [each for each in ALL if each not in LATIN])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import re
 import subprocess
@@ -22,13 +21,13 @@ from device_comm.cuda.kernels import DTYPES, FAMILIES, KernelCache, KernelVarian
 from shm_broadcast.errors import CapabilityError, CudaError, UsageError
 from tests.kernel_memory import ALGORITHMS, PARAMS_BYTES, required_arena, required_staging
 
+# One of each generation. `kernel_matrix.py` has every architecture that NVRTC knows, and every world size.
 ARCHS = (75, 80, 90, 100, 120)
-# Every architecture, world size and dtype is combined with every value of the two others at least once. All 45
-# combinations take three times as long; `make test-kernels` runs them.
+WORLDS = range(2, 9)
+# Every architecture is combined with every dtype, and world sizes rotate.
 LATIN = [
     (arch, (2, 4, 8)[(a + d) % 3], dtype) for a, arch in enumerate(ARCHS) for d, dtype in enumerate(DTYPES)
 ]
-ALL = list(itertools.product(ARCHS, (2, 4, 8), DTYPES))
 USAGE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 PUSH = {
     "push_one_shot": "one_shot",
@@ -127,14 +126,54 @@ def test_push_has_one_fence_and_whole_vectors(kernel: str) -> None:
     assert count["STG.E.64.STRONG.SYS"] == rounds
 
 
-@pytest.mark.parametrize("world_size", [2, 8])
+BEFORE_FENCE = [(2, "bfloat16", 90), (8, "bfloat16", 90)]
+BEFORE_FENCE += [(8, dtype, arch) for arch in ARCHS for dtype in DTYPES if (dtype, arch) != ("bfloat16", 90)]
+
+
+def is_weak_load(name: str, wide: str = "") -> bool:
+    """Return whether an instruction is an ordinary load of global memory; on sm_75 its name ends with ".SYS"."""
+    return name.startswith(f"LDG.E{wide}") and "STRONG" not in name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "arch"),
+    [
+        pytest.param(*each, marks=() if each[1:] == ("bfloat16", 90) else pytest.mark.thorough)
+        for each in BEFORE_FENCE
+    ],
+)
 @pytest.mark.parametrize("kernel", PUSH)
-def test_the_first_input_is_loaded_before_the_fence(kernel: str, world_size: int) -> None:
+def test_the_first_input_is_loaded_before_the_fence(
+    kernel: str, world_size: int, dtype: str, arch: int
+) -> None:
     """The fence waits for loads in flight: input and fence take the time of the slower one, not of both."""
-    code = machine_code(PUSH[kernel], world_size, "bfloat16")[kernel]
+    code = machine_code(PUSH[kernel], world_size, dtype, arch)[kernel]
     fence = next(place for place, name in enumerate(code) if name.startswith("MEMBAR"))
     # Epoch and poison are read by LD.E and LDG.E.STRONG.SYS.
-    assert ("LDG.E" if kernel == "push_all_gather" else "LDG.E.128") in code[:fence], code[:fence]
+    wide = "" if kernel == "push_all_gather" else ".128"
+    assert any(is_weak_load(name, wide) for name in code[:fence]), code[:fence]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "arch"),
+    [
+        pytest.param(*each, marks=() if each[1:] == ("bfloat16", 90) else pytest.mark.thorough)
+        for each in BEFORE_FENCE
+    ],
+)
+@pytest.mark.parametrize("kernel", [each for each in PUSH if "norm" in each])
+def test_residual_and_weight_are_loaded_before_the_poll_for_a_sum(
+    kernel: str, world_size: int, dtype: str, arch: int
+) -> None:
+    """They come from this rank's own memory, so their time passes while the peers' data is awaited."""
+    code = machine_code(PUSH[kernel], world_size, dtype, arch)[kernel]
+    letters = {"LDG.E.128.STRONG": "P", "STG.E.128.STRONG": "S"}
+    accesses = "".join(
+        "l" if is_weak_load(name, ".128") else letters.get(name.removesuffix(".SYS"), "") for name in code
+    )
+    # With one shot, this rank's own input is loaded too; with two, the owner of a vector polls for its parts before.
+    wanted = "llP" if "two_shot" in kernel else "lllP"
+    assert accesses.count(wanted) == 1, accesses
 
 
 @pytest.mark.parametrize("kernel", [*PUSH, "pull_one_shot", "pull_two_shot", "staged_all_gather"])

@@ -28,7 +28,11 @@ EPS = 1e-5
 NULL = ctypes.c_uint64(0)
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda each: f"{each[0]}-{each[1]}")
+# Eight ranks with bfloat16 are what production uses most; both pairs join the slow tests.
+MORE = [pytest.param((size, "bfloat16"), marks=pytest.mark.thorough) for size in (2, 8)]
+
+
+@pytest.fixture(scope="module", params=[*VARIANTS, *MORE], ids=lambda each: f"{each[0]}-{each[1]}")
 def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Group:
     """Return a group. The groups have every world size, and each dtype occurs at least twice."""
     world_size, dtype = request.param

@@ -30,6 +30,7 @@ GOALS = (
     *(f"all-reduce emulated for {world} ranks, bit-exact" for world in (2, 4, 8)),
     "10,000 graph replays with random skew",
     *(f"noticed: {name}" for name in CONTROLS if name != DELAYS_ALONE),
+    "loopback kernel, 8 KiB",
     "loopback kernel, 8 to 64 KiB",
     "two-shot of 8 MiB against a plain copy",
     "fused norm against its parts",

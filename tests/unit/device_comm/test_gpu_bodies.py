@@ -296,7 +296,7 @@ def test_every_figure_can_be_made(library: Path, tmp_path: Path, monkeypatch: py
     driver.release()
     found = read_notes(notes.path)
     assert set(found["goals"]) <= set(GOALS)
-    assert len(found["goals"]) == 3
+    assert len(found["goals"]) == 4
     assert len(found["figures"]) == 1 + 8 + 4 + 2 + 1
 
 

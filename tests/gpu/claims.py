@@ -43,7 +43,7 @@ CLAIMS: dict[str, tuple[Statement, ...]] = {
     ),
     "Python 3.12 and 3.14": (Statement("the whole suite passes", why_not=_WHOLE_SUITE),),
     "several hosts": (Statement("the suite over several hosts passes", why_not="needs several hosts"),),
-    "CUDA kernels": (
+    "CUDA sums, gathers and norms of 16 or 32 bits": (
         Statement(
             "a machine with a GPU compiles and loads them",
             ("emulation::the_kernels_compile_for_the_emulation",),
@@ -56,15 +56,6 @@ CLAIMS: dict[str, tuple[Statement, ...]] = {
                 "emulation::odd_numbers_of_emulated_ranks_get_the_right_bits",
             ),
         ),
-        Statement(
-            "tokens are dispatched to experts and combined with the defined bits, all ranks in one launch",
-            ("emulation::emulated_ranks_exchange_their_tokens",),
-        ),
-        Statement(
-            "norms with an output of 8 or 4 bits, and sums of experts, give the defined bits",
-            why_not="no test on a device launches these kernels",
-        ),
-        Statement("multimem sums are near the exact sum and equal on all ranks", why_not=_ONE_GPU),
         Statement(
             "ranks on streams of their own get the defined bits, in calls and in replayed graphs",
             ("streams::streams_reduce_eagerly_and_in_graphs",),
@@ -93,6 +84,25 @@ CLAIMS: dict[str, tuple[Statement, ...]] = {
             "groups called in opposite order, forked captures and compiled graphs give the defined bits or a typed"
             " error",
             ("patterns",),
+        ),
+    ),
+    "CUDA norms with 8 or 4 bits, sums of experts": (
+        Statement(
+            "norms with an output of 8 or 4 bits, and sums of experts, give the defined bits",
+            why_not="no test on a device launches these kernels",
+        ),
+    ),
+    "CUDA dispatch and combine of experts": (
+        Statement(
+            "tokens are dispatched to experts and combined with the defined bits, all ranks in one launch",
+            ("emulation::emulated_ranks_exchange_their_tokens",),
+        ),
+    ),
+    "CUDA multimem, mailboxes of clusters": (
+        Statement("multimem sums are near the exact sum and equal on all ranks", why_not=_ONE_GPU),
+        Statement(
+            "blocks of a cluster exchange their squares through mailboxes",
+            why_not="on a device, only a loopback of one rank and timings run norms in clusters",
         ),
     ),
     "NCCL": (

@@ -101,8 +101,8 @@ CLAIMS: dict[str, tuple[Statement, ...]] = {
     "CUDA multimem, mailboxes of clusters": (
         Statement("multimem sums are near the exact sum and equal on all ranks", why_not=_ONE_GPU),
         Statement(
-            "blocks of a cluster exchange their squares through mailboxes",
-            why_not="on a device, only a loopback of one rank and timings run norms in clusters",
+            "blocks of a cluster exchange their squares through mailboxes, in fused norms and alone",
+            ("streams::norms_whose_rows_need_a_cluster_are_right",),
         ),
     ),
     "NCCL": (

@@ -26,6 +26,8 @@ from device_comm.cuda.kernels import KernelCache, KernelVariant
 from device_comm.cuda.policy.decision import GroupFacts
 from device_comm.cuda_settings import CudaSettings
 from device_comm.health import GroupHealth
+from device_comm.reduction import ReduceOperation, reduce_in_rank_order
+from device_comm.rms_norm import add_rms_norm
 from shm_broadcast.errors import CommTimeoutError
 from shm_broadcast.liveness import PeerWatch, this_process
 from tests.custom_ranks import policy_file
@@ -33,7 +35,7 @@ from tests.gpu.device import Gpu, GpuDriver, Memory, arch_of, compile_text, prog
 from tests.gpu.notes import GpuRank
 from tests.gpu.values import DTYPES, WrongResultError, expect_equal, expected_sum, random_words
 
-__all__ = ["ENVIRON", "GRAPH_BYTES", "KIB", "StreamWorld", "absent_rank", "noticed", "world_on_gpu"]
+__all__ = ["ENVIRON", "GRAPH_BYTES", "KIB", "StreamWorld", "absent_rank", "norms", "noticed", "world_on_gpu"]
 
 ENVIRON = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 """For the processes of these ranks: with fewer hardware queues than ranks, the kernel of one rank can be queued behind
@@ -51,6 +53,7 @@ GRAPH_BYTES = (512, 4 * KIB, 16 * KIB, 48 * KIB, 200 * KIB)
 # The most that is queued: a launch waits where a queue is full, and holds up others behind it.
 _REPLAYS_AHEAD = 50
 _MOST_SPIN_NS = 20_000
+_EPS = 1e-5
 
 
 class _Exchange:
@@ -288,6 +291,39 @@ class StreamWorld:
             raise WrongResultError(
                 f"rank {rank}: {steps} of {made} replays ran, {missed} elements were wrong"
             )
+
+
+def norms(world: StreamWorld, rows: int, hidden: int, rounds: int) -> int:
+    """Compare the norm fused into an all-reduce, and the norm alone, in every round; return the number of calls.
+
+    From sm_90 on, blocks of a cluster share a row of more vectors than a group has lanes, and exchange their squares.
+    """
+    made, dtype = torch.Generator().manual_seed(hidden), world.dtype
+    *inputs, residual = (
+        torch.randn(rows, hidden, generator=made).to(dtype) for _ in range(world.world_size + 1)
+    )
+    weight = torch.randn(hidden, generator=made).to(dtype)
+    reduced = reduce_in_rank_order(inputs, ReduceOperation.SUM)
+    expected = add_rms_norm(reduced, residual, weight, _EPS)
+
+    def work(rank: int) -> None:
+        custom, memory, stream = world.customs[rank], world.memories[rank], world.streams[rank]
+        memory.back_to(0)
+        own, whole, added, factor = (memory.put(each) for each in (inputs[rank], reduced, residual, weight))
+        outputs = [memory.room(residual.nbytes) for _ in range(4)]
+        world.meet(rank)
+        for _ in range(rounds):
+            fused, alone = [own, added, factor, *outputs[:2]], [whole, added, factor, *outputs[2:]]
+            if not custom.all_reduce_add_rms_norm(fused, rows, hidden, _EPS, dtype, stream):
+                raise AssertionError(f"the policy does not fuse the norm of {rows} x {hidden}")
+            custom.add_rms_norm(alone, rows, hidden, _EPS, dtype, stream)
+        world.drivers[rank].stream_synchronize(stream)
+        custom.check()
+        for output, right in zip(outputs, (*expected, *expected), strict=True):
+            expect_equal(memory.get(output, right.numel(), dtype), right.flatten(), f"norm of rank {rank}")
+
+    world.each(work)
+    return 2 * rounds
 
 
 def absent_rank(world: StreamWorld, deadline_s: float) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.gpu.notes import GpuRank, gpu_body
 from tests.gpu.running import GpuRun, on_gpu
-from tests.gpu.streams import ENVIRON, GRAPH_BYTES, absent_rank, world_on_gpu
+from tests.gpu.streams import ENVIRON, GRAPH_BYTES, KIB, absent_rank, norms, world_on_gpu
 
 EAGER = (1, 100, 1024, 1500, 5000, 8000)
 
@@ -26,6 +26,15 @@ def eager_and_graphs(me: GpuRank, world_size: int, dtype: str, count: int) -> No
     if count >= 10_000:
         found = f"{made} on {name}, every result checked on the device"
         me.goal("10,000 graph replays with random skew", "10,000, no wrong element", found, made >= count)
+    world.close()
+
+
+@gpu_body
+def wide_norms(me: GpuRank, world_size: int, one_shot: int) -> None:
+    limits = {"push_one_shot": one_shot, "push_two_shot": 64 * KIB}
+    world = world_on_gpu(me, world_size, "bfloat16", limits=limits)
+    name = f"{world_size} streams: norms of 1 x 8192 compared"
+    me.figure(name, norms(world, 1, 8192, 50), "calls")
     world.close()
 
 
@@ -49,3 +58,11 @@ def test_streams_reduce_eagerly_and_in_graphs(gpu: GpuRun, world_size: int, dtyp
 def test_a_rank_that_does_not_launch_is_named(gpu: GpuRun) -> None:
     """The others hear of it once the deadline has passed, not before."""
     gpu.run(one_is_absent, environ=ENVIRON)
+
+
+# The first is fused with one shot, the second with two.
+@pytest.mark.parametrize(("world_size", "one_shot"), [(2, 64 * KIB), (4, 4 * KIB)])
+@on_gpu(5, 15)
+def test_norms_whose_rows_need_a_cluster_are_right(gpu: GpuRun, world_size: int, one_shot: int) -> None:
+    """A row of 8192 is divided among the blocks of a cluster where the device has them, fused and alone."""
+    gpu.run(wide_norms, world_size, one_shot, environ=ENVIRON)

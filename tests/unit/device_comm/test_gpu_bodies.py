@@ -33,7 +33,7 @@ from tests.gpu.loopback import Loopback, Timer, two_shot_bytes
 from tests.gpu.notes import Notes, read_notes
 from tests.gpu.patches import FOLDERS, patched_source
 from tests.gpu.report import GOALS
-from tests.gpu.streams import StreamWorld, absent_rank, noticed
+from tests.gpu.streams import StreamWorld, absent_rank, norms, noticed
 from tests.gpu.test_emulation import judge_sanitizer
 from tests.gpu.values import SIZES, WrongResultError
 from tests.native.cuda.host_build import build_host_library, compile_host, shared_folder
@@ -211,6 +211,13 @@ def test_streams_reduce_eagerly_and_in_graphs(library: Path, tmp_path: Path) -> 
     assert world.replays(REPLAYED, 12, 60.0) == 12
     assert "elements were wrong" in str(noticed(world, (128,), 2, 60.0, lie=7))
     assert noticed(world, (128,), 4, 60.0) is None
+    end(world, drivers)
+
+
+def test_streams_compare_norms_of_wide_rows(library: Path, tmp_path: Path) -> None:
+    """A row of 8192 is fused, and alone, with the bits of the reference."""
+    world, drivers = world_of(library, tmp_path, limits={"push_one_shot": 1 << 15})
+    assert norms(world, 1, 8192, 2) == 4
     end(world, drivers)
 
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from device_comm.cuda import kernels
-from tests.native.cuda.test_kernel_build import DTYPES, LATIN, WORLDS, check_no_local_memory
+from device_comm.cuda.kernels import DTYPES
+from tests.native.cuda.test_kernel_build import LATIN, WORLDS, check_no_local_memory
 
 NEWEST = 121
 

@@ -112,30 +112,38 @@ class NcclCommunicator(NcclQueue):
         A contiguous sum with default arguments is served here, with few checks.
         """
         code = self._code_of_sum(input_, op, timeout_s)
-        if code is None:
+        if code is None or not (source := input_.data_ptr()):
             return super().all_reduce(input_, op, timeout_s=timeout_s)
         result = torch.empty_like(input_)
-        self._sum(input_.data_ptr(), result.data_ptr(), input_.numel(), code)
+        self._sum(source, result.data_ptr(), input_.numel(), code)
         return result
 
     def _code_of_sum(
         self, tensor: torch.Tensor, op: ReduceOperation, timeout_s: float | None
     ) -> ctypes.c_int | None:
-        """Return NCCL's code of the dtype if `_sum` can take the tensor's memory as it is, else None."""
+        """Return NCCL's code of the dtype if `_sum` can take the tensor's memory as it is, else None.
+
+        The caller must look whether the tensor has an address. One that has none is empty, or on the meta device, which
+        has the same index as the CPU.
+        """
         if (
             self._connection.hot is None
             or op is not SUM
             or timeout_s is not None
-            or type(tensor) is not torch.Tensor
-            or tensor.get_device() != self._index
-            or tensor.layout is not _STRIDED
-            or not tensor.is_contiguous()
-            or tensor.is_neg()
-            # A tensor without an address is empty, or on the meta device, which has the same index as the CPU.
-            or not tensor.data_ptr()
+            or not self._is_memory_of_values(tensor)
         ):
             return None
         return self._summed.get(tensor.dtype)
+
+    def _is_memory_of_values(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor's memory, if it has any, is on the device and holds its values one by one."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.get_device() == self._index
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+        )
 
     def _sum(self, source: int, result: int, count: int, code: ctypes.c_int) -> None:
         """Queue one all-reduce. The arguments are those of ncclAllReduce; `_code_of_sum` has allowed it."""
@@ -173,14 +181,16 @@ class NcclCommunicator(NcclQueue):
         """
         code = self._code_of_sum(input_, op, timeout_s)
         if (
-            code is None
-            or self._code_of_sum(output, op, timeout_s) is not code
-            or input_.shape != output.shape
-            or 0 < abs(input_.data_ptr() - output.data_ptr()) < input_.nbytes
+            code is not None
+            and self._is_memory_of_values(output)
+            and output.dtype is input_.dtype
+            and output.shape == input_.shape
         ):
-            return super().all_reduce_into_output(input_, output, op, timeout_s=timeout_s)
-        self._sum(input_.data_ptr(), output.data_ptr(), input_.numel(), code)
-        return output
+            source, result = input_.data_ptr(), output.data_ptr()
+            if source and result and (source == result or abs(source - result) >= input_.nbytes):
+                self._sum(source, result, input_.numel(), code)
+                return output
+        return super().all_reduce_into_output(input_, output, op, timeout_s=timeout_s)
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
         return self._combined(None, input_, op, timeout_s)
@@ -215,8 +225,7 @@ class NcclCommunicator(NcclQueue):
         A contiguous sum with default arguments is served with few checks, as in `all_reduce`.
         """
         code = self._code_of_sum(tensor, op, timeout_s)
-        if code is not None:
-            address = tensor.data_ptr()
+        if code is not None and (address := tensor.data_ptr()):
             self._sum(address, address, tensor.numel(), code)
             return tensor
         return self._all_reduce_in_place(tensor, op, timeout_s)

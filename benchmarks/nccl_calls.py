@@ -2,8 +2,8 @@
 
 One rank calls a library that stands in for NCCL on the CPU (by default the one of the tests, as version 2.28.9), so the
 figures hold our Python, torch's allocation of a result, and ctypes. The call of the library itself is measured beside
-them. The forms take turns; each figure is the processor time of the calling thread, median over the rounds, in
-microseconds.
+them, and each form also with the `StreamOrder` of a group on CUDA. The forms take turns; each figure is the processor
+time of the calling thread, median over the rounds, in microseconds.
 
     python -m benchmarks nccl-calls [--rounds 41] [--calls 2000] [--library FILE] [--json FILE]
 """
@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.status_store import WorldStatusStore
 from device_comm.base import CommunicatorContext
+from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.event_progress import EventProgress
 from device_comm.health import GroupHealth
 from device_comm.nccl.communicator import NcclCommunicator
@@ -52,10 +53,13 @@ class OneStream:
 
 
 class NoDriver:
-    """What `EventProgress` calls, at no cost."""
+    """What `EventProgress` and `StreamOrder` call, at no cost."""
 
     def stream_is_capturing(self, stream: int) -> bool:
         return False
+
+    def capture_id(self, stream: int) -> int:
+        return 0
 
     def event_create(self) -> int:
         return 1
@@ -71,8 +75,8 @@ class NoDriver:
 
 
 @contextmanager
-def one_rank(library: NcclLibrary) -> Iterator[NcclCommunicator]:
-    """Yield a connected communicator of a group of one, which has deadlines as on a device."""
+def one_rank(library: NcclLibrary, *, is_ordered: bool = False) -> Iterator[NcclCommunicator]:
+    """Yield a connected communicator of a group of one, which has deadlines, and an order, as on a device."""
     board = WorldStatusStore(dist.HashStore(), 0, (0,))
     health = GroupHealth("one:0", 0, (0,), PeerWatch(this_process(), {}), board)
     context = CommunicatorContext(
@@ -90,6 +94,8 @@ def one_rank(library: NcclLibrary) -> Iterator[NcclCommunicator]:
     communicator = NcclCommunicator(
         context, library=library, streams=streams, progress=EventProgress(lambda: driver)
     )
+    if is_ordered:
+        communicator._order = StreamOrder(driver, health.where)  # noqa: SLF001 - as `OrderedCommunicator` sets it
     try:
         communicator.connect()
         yield communicator
@@ -99,14 +105,15 @@ def one_rank(library: NcclLibrary) -> Iterator[NcclCommunicator]:
         health.release()
 
 
-def forms_of(communicator: NcclCommunicator) -> dict[str, Callable[[], object]]:
-    """Return the calls to measure by name; the first one is the library's own."""
-    tensor, output = torch.ones(4), torch.empty(4)
+def parts_of(communicator: NcclCommunicator) -> dict[str, Callable[[], object]]:
+    """Return the parts of the calls of `forms_of`, by name."""
+    # In place, because the second function keeps this tensor and nothing would keep an output.
+    tensor = torch.ones(4)
     function = communicator.library.functions["ncclAllReduce"]
     handle = communicator._connection.handle()  # noqa: SLF001 - the library is called as the communicator calls it
     arguments = (
         ctypes.c_void_p(tensor.data_ptr()),
-        ctypes.c_void_p(output.data_ptr()),
+        ctypes.c_void_p(tensor.data_ptr()),
         ctypes.c_size_t(4),
         *(ctypes.c_int(7), ctypes.c_int(0)),
         *(handle, ctypes.c_void_p(STREAM)),
@@ -114,9 +121,16 @@ def forms_of(communicator: NcclCommunicator) -> dict[str, Callable[[], object]]:
     return {
         "ncclAllReduce by ctypes, nothing converted": lambda: function(*arguments),
         "torch.empty_like": lambda: torch.empty_like(tensor),
-        "all_reduce_": lambda: communicator.all_reduce_(tensor),
-        "all_reduce_into_output": lambda: communicator.all_reduce_into_output(tensor, output),
-        "all_reduce": lambda: communicator.all_reduce(tensor),
+    }
+
+
+def forms_of(communicator: NcclCommunicator, remark: str = "") -> dict[str, Callable[[], object]]:
+    """Return the calls to measure, by name, which `remark` is added to."""
+    tensor, output = torch.ones(4), torch.empty(4)
+    return {
+        f"all_reduce_{remark}": lambda: communicator.all_reduce_(tensor),
+        f"all_reduce_into_output{remark}": lambda: communicator.all_reduce_into_output(tensor, output),
+        f"all_reduce{remark}": lambda: communicator.all_reduce(tensor),
     }
 
 
@@ -149,8 +163,11 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         library = library_of(options.library, Path(folder))
-        with one_rank(library) as communicator:
-            found = measured(forms_of(communicator), options.rounds, options.calls)
+        with ExitStack() as stack:
+            plain = stack.enter_context(one_rank(library))
+            ordered = stack.enter_context(one_rank(library, is_ordered=True))
+            forms = {**parts_of(plain), **forms_of(plain), **forms_of(ordered, ", with a StreamOrder")}
+            found = measured(forms, options.rounds, options.calls)
         print(f"a call with one rank, {library}, in us")
     for name, figures in found.items():
         print(f"{name:45} median {figures['median_us']:6.2f}   least {figures['least_us']:6.2f}")

@@ -43,6 +43,10 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         expert_arena_bytes: Bytes for one phase of an expert-parallel exchange; a group that dispatches with a stated
             capacity holds two on each device. A dispatch whose rows do not fit goes through NCCL. 0 disables these
             kernels. A multiple of 4096.
+        nccl_window_bytes: Bytes, per group and device, of a symmetric window of NCCL 2.27 or newer. Sums of 16 and 32
+            bit floats that go to NCCL and fit are copied through it, so that NCCL can take its symmetric kernels. 0,
+            the default, disables it: no GPU has measured whether they are worth two copies, and while such a kernel
+            waits for a rank that has died, NCCL cannot end it. A multiple of 4096.
         deadline_s: How long a kernel waits for the other ranks, in seconds; None takes the group's timeout.
         policy_file: File of thresholds that the `tune` command wrote; None takes the built-in table. The path may
             differ between ranks, the content must not.
@@ -62,6 +66,7 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     arena_bytes: int = 16 << 20
     staging_bytes: int = 32 << 20
     expert_arena_bytes: int = 32 << 20
+    nccl_window_bytes: int = 0
     deadline_s: float | None = None
     policy_file: str | None = None
     nccl_library: str | None = None
@@ -75,6 +80,7 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_bytes("arena_bytes", self.arena_bytes, MIN_ARENA_BYTES)
         _check_bytes("staging_bytes", self.staging_bytes, 0)
         _check_bytes("expert_arena_bytes", self.expert_arena_bytes, 0)
+        _check_bytes("nccl_window_bytes", self.nccl_window_bytes, 0)
         if self.deadline_s is not None:
             msgspec.structs.force_setattr(self, "deadline_s", _seconds("deadline_s", self.deadline_s))
         for field in sorted(PER_RANK_CUDA_FIELDS):

@@ -149,10 +149,14 @@ class CudaCommunicator(FusedCommunicator):
             return CallPath("nccl", "our kernels do not implement this operation")
         if not self._is_decided:
             return CallPath("undecided", "the first call of the group decides")
-        if self._custom is None:
-            return CallPath("nccl", self._obstacle)
-        plan = self._custom.plan(cast("Operation", operation), dtype, nbytes, self._current())
-        return CallPath(plan.algorithm.value, plan.reason)
+        algorithm, reason = "nccl", self._obstacle
+        if self._custom is not None:
+            plan = self._custom.plan(cast("Operation", operation), dtype, nbytes, self._current())
+            algorithm, reason = plan.algorithm.value, plan.reason
+        wants_window = cuda_settings(self.context.cuda).nccl_window_bytes and not self._is_deterministic
+        if algorithm == "nccl" and operation == "all_reduce" and wants_window:
+            reason = f"{reason}; {self._about_window(operation, nbytes, dtype)}"
+        return CallPath(algorithm, reason)
 
     def _must_keep_order(self, dtype: torch.dtype, op: ReduceOperation) -> bool:
         is_float = dtype.is_floating_point or dtype.is_complex

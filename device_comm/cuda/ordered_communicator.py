@@ -11,6 +11,7 @@ from device_comm.cuda.custom.release import CAPTURE_ERRORS
 from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import Driver
 from device_comm.nccl.communicator import NcclCommunicator
+from device_comm.nccl.window import Copy
 from shm_broadcast.errors import CapabilityError, CommError, CudaError, UsageError
 
 __all__ = ["OrderedCommunicator"]
@@ -45,8 +46,14 @@ class OrderedCommunicator(NcclCommunicator):
     def _admit(self, stream: int, name: str) -> None:
         if not self._orders():
             return
-        try:
+        with self._queueing(stream):
             super()._admit(stream, name)
+
+    @contextmanager
+    def _queueing(self, stream: int) -> Iterator[None]:
+        """Break the group if the device refuses what is queued within the context, and this rank would go on alone."""
+        try:
+            yield
         except CudaError as error:
             self._give_up(error, stream)
             raise
@@ -87,3 +94,14 @@ class OrderedCommunicator(NcclCommunicator):
             return self._driver().stream_is_capturing(stream)
         except CommError:
             return False
+
+    # ------------------------------------------------------------------ NCCL's window
+
+    def _copier(self) -> tuple[Copy | None, str]:
+        if self._orders():
+            return self._copy, ""
+        return None, "the driver's bindings are missing, so calls could not be ordered"
+
+    def _copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        with self._queueing(stream):
+            self._driver().memcpy_dtod(destination, source, nbytes, stream)

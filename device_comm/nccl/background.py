@@ -1,8 +1,9 @@
-"""Join an NCCL communicator on a thread, while the caller waits with a deadline.
+"""Run a call of NCCL that waits for other ranks on a thread, while the caller waits with a deadline.
 
 Communicators are blocking: on a non-blocking one every call starts a thread of its own and returns before that has
-queued the work, which costs the caller about 0.3 ms (NCCL 2.28.9, group.cc:703-738). Only joining and finalizing then
-block for as long as other ranks take. Joining gets a thread, and the connection's keeper finalizes.
+queued the work, which costs the caller about 0.3 ms (NCCL 2.28.9, group.cc:703-738). Only joining, registering a window
+and finalizing then block for as long as other ranks take. The first two get a thread, and the connection's keeper
+finalizes.
 """
 
 from __future__ import annotations
@@ -18,49 +19,45 @@ from shm_broadcast.errors import CommError, NcclError
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class Joining:
-    """One rank's joining of a communicator; see `Pollable`.
+class Background:
+    """A call of the library on a thread; see `Pollable`.
 
-    NCCL cannot be told to stop joining. If the caller gives up, the thread stays in the library until that returns, and
-    then aborts what it got.
+    NCCL cannot be told to stop such a call. If the caller does not wait any longer, the thread stays in the library
+    until that returns.
     """
 
     def __init__(
-        self,
-        library: NcclLibrary,
-        streams: Streams,
-        join: Callable[[], tuple[int, int]],
-        look: Callable[[], object],
+        self, streams: Streams, name: str, call: Callable[[], int], look: Callable[[], object]
     ) -> None:
         """Start a thread.
 
         Args:
-            library: The NCCL library.
-            streams: On whose device the thread joins.
-            join: Joins, and returns a handle and a status.
+            streams: On whose device the thread calls.
+            name: What the thread does, for its name.
+            call: Calls the library and returns a status.
             look: Is called while the caller waits; raises if that is in vain.
         """
-        self._library = library
         self._streams = streams
-        self._join = join
+        self._call = call
         self._look = look
         self._is_over = threading.Event()
-        self._is_given_up = False
-        self._comm = 0
         # Status of the library; 0 or IN_PROGRESS.
         self.status: int = 0
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="group-coordinator-nccl-join", daemon=True).start()
+        threading.Thread(target=self._run, name=f"group-coordinator-nccl-{name}", daemon=True).start()
 
     def _run(self) -> None:
         try:
             with self._streams.on_device():
-                self._comm, self.status = self._join()
+                self.status = self._call()
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             self._error = error
         self._is_over.set()
-        if self._is_given_up:
-            self._abort()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the library has returned."""
+        return self._is_over.is_set()
 
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds; return whether the library has returned."""
@@ -70,7 +67,7 @@ class Joining:
         return False
 
     def raise_error(self, explain: Callable[[NcclError], CommError]) -> None:
-        """Raise why joining has failed, if it has; `explain` returns what to raise for the library's error."""
+        """Raise why the call has failed, if it has; `explain` returns what to raise for the library's error."""
         if isinstance(self._error, NcclError):
             raise explain(self._error) from self._error
         if self._error is not None:
@@ -78,6 +75,33 @@ class Joining:
 
     def pending(self) -> None:
         """Return nothing: only the status store can tell who has not come."""
+
+
+class Joining(Background):
+    """One rank's joining of a communicator. If the caller gives up, the thread aborts what it got in the end."""
+
+    def __init__(
+        self,
+        library: NcclLibrary,
+        streams: Streams,
+        join: Callable[[], tuple[int, int]],
+        look: Callable[[], object],
+    ) -> None:
+        """Start a thread; `join` joins, and returns a handle and a status."""
+        self._library = library
+        self._join = join
+        self._is_given_up = False
+        self._comm = 0
+        super().__init__(streams, "join", self._take_part, look)
+
+    def _take_part(self) -> int:
+        self._comm, status = self._join()
+        return status
+
+    def _run(self) -> None:
+        super()._run()
+        if self._is_given_up:
+            self._abort()
 
     def take(self) -> int:
         """Return the handle, which belongs to the caller from now on."""
@@ -87,7 +111,7 @@ class Joining:
     def give_up(self) -> None:
         """Abort the communicator as soon as there is one."""
         self._is_given_up = True
-        if self._is_over.is_set():
+        if self.is_over:
             self._abort()
 
     def _abort(self) -> None:
@@ -100,4 +124,4 @@ class Joining:
                 logger.warning("a communicator that was given up: %s", error)
 
 
-__all__ = ["Joining"]
+__all__ = ["Background", "Joining"]

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 import torch
 
 from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.cuda_settings import cuda_settings
 from device_comm.handles import CompletedHandle, Handle
 from device_comm.nccl.connection import Call, NcclConnection
 from device_comm.nccl.dtypes import UINT8
 from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Order, Progress, Streams
 from device_comm.nccl.transfers import Collected, Post, QueuedTransfer, Receive
+from device_comm.nccl.window import Copy, Wish, obstacle_of
 from device_comm.process_group import dense, is_plain
 from shm_broadcast.errors import UsageError
 
@@ -36,11 +38,23 @@ class NcclQueue(DeviceCommunicator):
         self._current = streams.current
         self._progress = progress
         self._health = context.health
-        self._connection = NcclConnection(context, library, streams, progress)
+        self._connection = NcclConnection(context, library, streams, progress, self._wish)
         self._collected: Collected | None = None
         self._receives: list[Receive] = []
         # Set by a subclass that can ask the driver about captures.
         self._order: Order | None = None
+
+    def _wish(self) -> Wish | None:
+        """Return the window that this rank wants, None if the settings ask for none; see `window`."""
+        nbytes = cuda_settings(self.context.cuda).nccl_window_bytes
+        if not nbytes:
+            return None
+        copy, obstacle = self._copier()
+        return Wish(nbytes, obstacle or obstacle_of(self.library), copy)
+
+    def _copier(self) -> tuple[Copy | None, str]:
+        """Return what queues copies for a window, or why this rank cannot; the subclass knows the device's driver."""
+        return None, "this communicator has no driver that could copy, and order its calls"
 
     def _admit(self, stream: int, name: str) -> None:
         """Order a call on `stream` behind the earlier ones of the group. Without an order NCCL alone keeps one."""
@@ -68,7 +82,10 @@ class NcclQueue(DeviceCommunicator):
             self._collected = None
             try:
                 if collected.posts:
-                    self._queue("group", collected.posts, collected.within_s, collected.peers)
+                    # Other ranks may collect more than this one, so nothing of it is staged.
+                    self._queue(
+                        "group", collected.posts, collected.within_s, collected.peers, may_stage=False
+                    )
             finally:
                 self._rearm()
         for finish in collected.finishers:
@@ -115,18 +132,26 @@ class NcclQueue(DeviceCommunicator):
             finish()
 
     def _queue(
-        self, name: str, posts: Sequence[Post], within_s: float | None, peers: tuple[int, ...] | None
+        self,
+        name: str,
+        posts: Sequence[Post],
+        within_s: float | None,
+        peers: tuple[int, ...] | None,
+        *,
+        may_stage: bool = True,
     ) -> None:
         connection, library = self._connection, self.library
         stream = self._current()
         self._admit(stream, name)
         with connection.calling(Call(name, peers, within_s)):
             handle = connection.handle()
+            window = connection.window if may_stage else None
             if len(posts) == 1:
                 function, arguments, _ = posts[0]
-                status = library.functions[function](*arguments, handle, stream)
-                if status:
-                    connection.settle(function, status)
+                if window is None or not window.carry(function, arguments, handle, stream, connection.settle):
+                    status = library.functions[function](*arguments, handle, stream)
+                    if status:
+                        connection.settle(function, status)
             else:
                 self._queue_group(posts, handle, stream)
             if self._progress is not None:

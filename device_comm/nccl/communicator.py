@@ -15,7 +15,7 @@ from typing import ClassVar, Final
 
 import torch
 
-from device_comm.base import SUM, CommunicatorContext
+from device_comm.base import SUM, CallPath, CommunicatorContext
 from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl.batching import NcclQueue
 from device_comm.nccl.dtypes import DATA_TYPES, FP8, FP8_SINCE, UINT8, reduction_code
@@ -23,6 +23,7 @@ from device_comm.nccl.dtypes import SUM as SUM_CODE
 from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Progress, Streams, TorchStreams
 from device_comm.nccl.transfers import Post
+from device_comm.nccl.window import fits
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation
 from shm_broadcast.errors import UsageError
@@ -102,6 +103,22 @@ class NcclCommunicator(NcclQueue):
         self._receives.clear()
         self._connection.close()
 
+    def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
+        """Return "nccl", and for a SUM by `all_reduce` whether and why it is staged through a window or not."""
+        return CallPath("nccl", self._about_window(operation, nbytes, dtype))
+
+    def _about_window(self, operation: str, nbytes: int, dtype: torch.dtype) -> str:
+        connection = self._connection
+        if operation.rstrip("_") != "all_reduce":
+            return "only all_reduce is staged through a symmetric window"
+        window = connection.window
+        if window is None:
+            return f"no symmetric window: {connection.no_window}"
+        arguments = (0, 0, nbytes // dtype.itemsize, DATA_TYPES.get(dtype, -1), SUM_CODE)
+        if fits("ncclAllReduce", arguments, window.nbytes):
+            return "staged through the symmetric window"
+        return f"the symmetric window is for sums of 16 or 32 bit floats of up to {window.nbytes} bytes"
+
     # ------------------------------------------------------------------ reductions
 
     def all_reduce(
@@ -159,9 +176,17 @@ class NcclCommunicator(NcclQueue):
             comm = connection.hot
             if comm is None:
                 comm = connection.handle()
-            status = self._all_reduce_function(source, result, count, code, _SUM, comm, stream)
-            if status:
-                connection.settle("ncclAllReduce", status)
+            window = connection.window
+            if window is None or not window.carry(
+                "ncclAllReduce",
+                (source, result, count, code.value, SUM_CODE),
+                comm,
+                stream,
+                connection.settle,
+            ):
+                status = self._all_reduce_function(source, result, count, code, _SUM, comm, stream)
+                if status:
+                    connection.settle("ncclAllReduce", status)
             if self._progress is not None:
                 self._progress.mark(stream)
         finally:

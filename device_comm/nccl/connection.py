@@ -20,18 +20,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple
 
-import msgspec
-
 from device_comm.base import CommunicatorContext
 from device_comm.health import ANNOUNCE_AFTER_S, Operation
-from device_comm.nccl.background import Joining
+from device_comm.nccl.agreement import agree, first_trouble
+from device_comm.nccl.background import Background, Joining
 from device_comm.nccl.library import IN_PROGRESS, SUCCESS, NcclLibrary, new_config
 from device_comm.nccl.streams import Progress, Streams
+from device_comm.nccl.window import Window, Wish
 from shm_broadcast.errors import (
     ClosedError,
     CommError,
-    DecodeError,
-    DisagreementError,
     InternalError,
     NcclError,
 )
@@ -52,6 +50,8 @@ FINALIZE_POLL_S: Final = 0.002
 # then so long for the abort of a communicator that was not flushed.
 FLUSH_S: Final = 3.0
 ABORT_S: Final = 3.0
+# How long the end of an aborted communicator waits until nothing queued uses the window.
+IDLE_S: Final = 1.0
 
 
 class Call(NamedTuple):
@@ -68,17 +68,6 @@ class Call(NamedTuple):
     within_s: float | None
 
 
-class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The message that each rank sends to the others before they connect."""
-
-    version: int
-    library: str
-    unique_id: bytes = b""
-    function: str = ""
-    code: int | None = None
-    failure: str = ""
-
-
 class NcclConnection:
     """One NCCL communicator: connect, watch, close.
 
@@ -91,12 +80,19 @@ class NcclConnection:
         transfers: How many of the entered calls were point to point.
         call: The last call entered.
         everyone: The `call` of a fast all-reduce.
+        window: The window that sums are staged through, None if there is none; equal on all ranks.
+        no_window: Why there is none, equal on all ranks.
     """
 
     def __init__(
-        self, context: CommunicatorContext, library: NcclLibrary, streams: Streams, progress: Progress | None
+        self,
+        context: CommunicatorContext,
+        library: NcclLibrary,
+        streams: Streams,
+        progress: Progress | None,
+        wish: Callable[[], Wish | None] = lambda: None,
     ) -> None:
-        """Prepare; send nothing."""
+        """Prepare; send nothing. `wish` is asked for this rank's window before connecting; None is for none."""
         if context.exchange is None:
             raise InternalError(f"{context.name!r}: NCCL needs the host plane's exchange to agree on an id")
         self.library = library
@@ -108,7 +104,12 @@ class NcclConnection:
         self.transfers: int = 0
         self.call: Call = Call("connect", None, context.timeout_s)
         self.everyone: Call = Call("all_reduce", None, context.timeout_s)
-        self._exchange = context.exchange
+        self.window: Window | None = None
+        self.no_window: str = "the ranks are not connected yet"
+        self._wish = wish
+        # The window from its allocation to its end, and the thread that registers it.
+        self._memory: Window | None = None
+        self._registration: Background | None = None
         self._health = context.health
         self._streams = streams
         self._comm = 0
@@ -142,18 +143,21 @@ class NcclConnection:
             NcclError: NCCL failed; the text quotes it. The group is intact if rank 0 could not create an id, else
                 broken.
             CommTimeoutError: A rank did not call; the group is broken.
+            GroupBrokenError: Another rank could not register its window.
             ClosedError: Another thread has closed this meanwhile; what was joined is aborted.
         """
         self._health.check_usable("connect")
         if self.is_connected:
             return
-        unique_id = self._agree()
+        wish = self._wish()
+        unique_id, obstacle = agree(self.context, self.library, wish)
         with self.calling(Call("connect", None, self.context.timeout_s)):
             status = self._join(unique_id)
             # It aborts what was joined if `close` came before: that found no keeper.
             self._start_keeper()
             self._refuse_closed()
             self.settle("ncclCommInitRankConfig", status)
+            self._open_window(wish, obstacle)
         self._handle = ctypes.c_void_p(self._comm)
         self._refuse_closed()
         self.rearm()
@@ -191,38 +195,70 @@ class NcclConnection:
             raise
         return joining.status
 
-    def _agree(self) -> bytes:
-        """Return the id that rank 0 created. All ranks raise if it could not, or if their versions differ."""
-        own = Facts(self.library.version, str(self.library))
-        mine: NcclError | None = None
-        if self.context.rank_in_group == 0:
-            try:
-                own = msgspec.structs.replace(own, unique_id=self.library.new_unique_id())
-            except NcclError as error:
-                mine = error
-                own = msgspec.structs.replace(
-                    own, function=error.function, code=error.code, failure=str(error)
+    # ------------------------------------------------------------------ the window
+
+    def _open_window(self, wish: Wish | None, obstacle: str) -> None:
+        """Allocate and register the window, or note why all ranks go without. Collective unless there is an obstacle.
+
+        A rank that cannot allocate, or gets no window, is an obstacle for all. A failure of NCCL in registering breaks
+        the group, because it says nothing of the other ranks.
+        """
+        if wish is not None and wish.copy is not None and not obstacle:
+            memory = self._memory = Window(self.library, wish.nbytes, wish.copy)
+            with self._streams.on_device():
+                trouble = memory.allocate()
+            obstacle = first_trouble(self.context, trouble)
+            if not obstacle:
+                self._register(memory)
+                trouble = (
+                    "" if memory.is_registered else "NCCL declined the window; NCCL_DEBUG=INFO may say why"
                 )
+                obstacle = first_trouble(self.context, trouble)
+            if not obstacle:
+                self.window = memory
+            else:
+                logger.warning("%s: no symmetric window: %s", self._health.where("connect"), obstacle)
+                self._leave_window(self._comm)
+                self._free_window(is_used=False)
+        self.no_window = obstacle
+
+    def _register(self, memory: Window) -> None:
+        self._refuse_closed()
+        operation = self._operation()
+        look = partial(self._health.check_leavers, operation)
+        call = partial(memory.register, self._comm)
+        registration = self._registration = Background(self._streams, "register", call, look)
+        self._health.wait(operation, registration, self.context.timeout_s)
+        registration.raise_error(lambda error: self._health.explain(operation, error, None))
+        self.settle("ncclCommWindowRegister", registration.status)
+
+    def _leave_window(self, comm: int) -> None:
+        """Deregister the window. No queued call may use it: NCCL unmaps the peers' memory."""
+        if self._memory is not None:
+            try:
+                self._memory.deregister(comm)
+            except NcclError as error:
+                logger.warning("%s: %s", self._health.where("destroy"), error)
+
+    def _free_window(self, *, is_used: bool) -> None:
+        """Free the window's memory. If it `is_used`, wait for `IDLE_S`, then leave it to the end of the process."""
+        memory, self._memory, self.window = self._memory, None, None
+        if memory is None:
+            return
+        deadline = time.monotonic() + IDLE_S
+        while is_used and self._is_window_in_use():
+            if time.monotonic() >= deadline:
+                where = self._health.where("destroy")
+                logger.warning("%s: the window is in use and stays until the process ends", where)
+                return
+            time.sleep(LAST_POLL_S)
         try:
-            views = [
-                msgspec.msgpack.decode(view, type=Facts)
-                for view in self._exchange(msgspec.msgpack.encode(own))
-            ]
-        except msgspec.DecodeError as error:
-            raise DecodeError(f"{self._health.where('connect')}: a rank sent no facts: {error}") from error
-        ranks = self.context.ranks
-        if len({view.version for view in views}) > 1:
-            texts = {rank: view.library for rank, view in zip(ranks, views, strict=True)}
-            listed = ", ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-            raise DisagreementError(
-                f"{self._health.where('connect')}: the ranks have different versions of NCCL: {listed}",
-                views=texts,
-            )
-        first = views[0]
-        if first.failure:
-            text = f"{self._health.where('connect')}: rank {ranks[0]} could not begin: {first.failure}"
-            raise NcclError(text, library=first.library, function=first.function, code=first.code) from mine
-        return first.unique_id
+            memory.free()
+        except NcclError as error:
+            logger.warning("%s: %s", self._health.where("destroy"), error)
+
+    def _is_window_in_use(self) -> bool:
+        return not self._is_quiet() or (self._registration is not None and not self._registration.is_over)
 
     def handle(self) -> ctypes.c_void_p:
         """Return the handle of a connected communicator. Raises as `check_usable`."""
@@ -406,6 +442,7 @@ class NcclConnection:
                 if self._drain(deadline) and self._finalize(comm, deadline):
                     self._is_inside = True
                     self._free("ncclCommDestroy", comm)
+                    self._free_window(is_used=False)
                     return
             if not self._aborting:
                 logger.warning("%s: not flushed within %.0f s", self._health.where("destroy"), FLUSH_S)
@@ -415,7 +452,10 @@ class NcclConnection:
             self._is_inside = False
         self._aborting = True
         self._await_call()
+        if self._is_quiet():
+            self._leave_window(comm)
         self._free("ncclCommAbort", comm)
+        self._free_window(is_used=True)
 
     def _drain(self, deadline: float) -> bool:
         """Wait until the queued calls are complete; return whether they are, so that finalizing waits for none."""
@@ -431,6 +471,7 @@ class NcclConnection:
     def _finalize(self, comm: int, deadline: float) -> bool:
         """Finalize the communicator; return False if that is too late, or the group breaks."""
         self._is_inside = True
+        self._leave_window(comm)
         status = self.library.call("ncclCommFinalize", comm, comm=comm)
         self._is_inside = False
         while status == IN_PROGRESS and not self._aborting and time.monotonic() < deadline:
@@ -441,6 +482,10 @@ class NcclConnection:
             raise self.library.error("ncclCommFinalize, asynchronously", status, comm)
         # To free it may wait for other ranks. An abort does not.
         return status == SUCCESS and not self._aborting and time.monotonic() < deadline
+
+    def _is_quiet(self) -> bool:
+        """Return whether no call is in the library and all marked work is complete."""
+        return self.returned == self.entered and (self.progress is None or self.progress.is_done())
 
     def _await_call(self) -> None:
         """Wait for a call that has just been entered, so that it does not lose its handle."""

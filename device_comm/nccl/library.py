@@ -90,6 +90,14 @@ FUNCTIONS: Final[dict[str, tuple[type, ...]]] = {
     "ncclRecv": (_PTR, _SIZE, _INT, _INT, _PTR, _PTR),
 }
 
+# NCCL 2.27 has these four; an older library does without. The window is a pointer too.
+WINDOW_FUNCTIONS: Final[dict[str, tuple[type, ...]]] = {
+    "ncclMemAlloc": (_OUT, _SIZE),
+    "ncclMemFree": (_PTR,),
+    "ncclCommWindowRegister": (_PTR, _PTR, _SIZE, _OUT, _INT),
+    "ncclCommWindowDeregister": (_PTR, _PTR),
+}
+
 # These return text; all others return a status.
 _TEXTS: Final = frozenset({"ncclGetErrorString", "ncclGetLastError"})
 
@@ -115,7 +123,8 @@ class NcclLibrary:
     Attributes:
         path: The library's file, with links resolved.
         version: NCCL's version code: 23203 is 2.32.3.
-        functions: The bare functions, which return a status, by name.
+        functions: The bare functions, which return a status, by name: `FUNCTIONS`, and what there is of
+            `WINDOW_FUNCTIONS`.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -132,8 +141,10 @@ class NcclLibrary:
         file = _choose() if path is None else os.fspath(path)
         library, oldest = _open(file), version_text(OLDEST_VERSION)
         self.functions: dict[str, ctypes._NamedFuncPointer] = {}
-        for name, arguments in FUNCTIONS.items():
+        for name, arguments in {**FUNCTIONS, **WINDOW_FUNCTIONS}.items():
             function = getattr(library, name, None)
+            if function is None and name in WINDOW_FUNCTIONS:
+                continue
             if function is None:
                 # Every NCCL has `ncclGetVersion`, the first of them; one that lacks another function is too old.
                 is_nccl = bool(self.functions)
@@ -254,6 +265,7 @@ __all__ = [
     "FUNCTIONS",
     "IN_PROGRESS",
     "SUCCESS",
+    "WINDOW_FUNCTIONS",
     "Config",
     "NcclLibrary",
     "UniqueId",

@@ -33,11 +33,14 @@ typedef struct {
   _Atomic int attached, finalized, arrived, generation, aborted;
   char slot[MAX_RANKS][SLOT];
   Ring ring[MAX_RANKS][MAX_RANKS];
+  size_t window[MAX_RANKS];
 } Shared;
 typedef struct Comm {
   Shared *shared;
   int rank, size, state, aborting, linger, blocking;
   int finalizing;
+  char *window;
+  size_t window_size;
 } Comm;
 typedef struct { char internal[128]; } Id;
 typedef struct { size_t size; unsigned magic, version; int blocking; } Config;
@@ -45,7 +48,7 @@ typedef struct { size_t size; unsigned magic, version; int blocking; } Config;
 static __thread char last_error[256];
 static char next_function[64];
 static int next_code, next_left;
-static _Atomic int async_error, endless, calls[5];
+static _Atomic int async_error, endless, declining, calls[11];
 
 /* --- functions with which tests control the stub */
 void stub_fail(const char *function, int code, int times) {
@@ -54,7 +57,10 @@ void stub_fail(const char *function, int code, int times) {
 }
 void stub_async_error(int code) { async_error = code; }
 void stub_never_finishes(int yes) { endless = yes; }
-int stub_calls(int which) { return calls[which]; } /* 0 aborts, 1 destroys, 2 finalizes, 3 group ends, 4 calls in progress */
+void stub_declines_windows(int yes) { declining = yes; }
+/* 0 aborts, 1 destroys, 2 finalizes, 3 group ends, 4 calls in progress, 5 allocations, 6 frees, 7 windows registered,
+ * 8 deregistered, 9 sums whose memory lies in a window, 10 communicators finalized or aborted with a window */
+int stub_calls(int which) { return calls[which]; }
 
 static int complain(const char *function) {
   if (next_left > 0 && !strcmp(function, next_function)) {
@@ -312,6 +318,8 @@ EXPORT int ncclGroupEnd(void) {
 }
 EXPORT int ncclAllReduce(const void *in, void *out, size_t count, int type, int op, Comm *comm, void *stream) {
   MAY_FAIL;
+  if (comm && comm->window && (char *)in >= comm->window && (char *)out >= comm->window &&
+      (char *)in < comm->window + comm->window_size && (char *)out < comm->window + comm->window_size) calls[9]++;
   return post((Op){ALL_REDUCE, in, out, count, 0, type, op, 0, comm});
 }
 EXPORT int ncclReduce(const void *in, void *out, size_t count, int type, int op, int root, Comm *comm, void *stream) {
@@ -332,6 +340,35 @@ EXPORT int ncclSend(const void *in, size_t count, int type, int peer, Comm *comm
 EXPORT int ncclRecv(void *out, size_t count, int type, int peer, Comm *comm, void *stream) {
   return post((Op){RECV, NULL, out, count, 0, type, 0, peer, comm});
 }
+
+/* --- windows; the ranks must register as many bytes as each other */
+#if VERSION >= 22700
+EXPORT int ncclMemAlloc(void **address, size_t size) {
+  MAY_FAIL;
+  calls[5]++;
+  return posix_memalign(address, 4096, size) ? SYSTEM : OK;
+}
+EXPORT int ncclMemFree(void *address) { calls[6]++; free(address); return OK; }
+EXPORT int ncclCommWindowRegister(Comm *comm, void *address, size_t size, void **window, int flags) {
+  MAY_FAIL;
+  if ((uintptr_t)address % 4096 || flags != 1) return INVALID_ARGUMENT;
+  comm->shared->window[comm->rank] = size;
+  TRY(barrier(comm));
+  for (int r = 0; r < comm->size; r++) if (comm->shared->window[r] != size) return INVALID_ARGUMENT;
+  TRY(barrier(comm));
+  if (declining) return OK;
+  calls[7]++;
+  comm->window_size = size;
+  *window = comm->window = address;
+  return OK;
+}
+EXPORT int ncclCommWindowDeregister(Comm *comm, void *window) {
+  if (!comm->window || window != comm->window) return INVALID_ARGUMENT;
+  calls[8]++;
+  comm->window = NULL;
+  return OK;
+}
+#endif
 
 /* --- life */
 EXPORT int ncclGetVersion(int *version) { *version = VERSION; return OK; }
@@ -382,6 +419,7 @@ EXPORT int ncclCommGetAsyncError(Comm *comm, int *state) {
 EXPORT int ncclCommFinalize(Comm *comm) {
   MAY_FAIL;
   calls[2]++;
+  if (comm->window) calls[10]++;
   comm->finalizing = 1;
   atomic_fetch_add(&comm->shared->finalized, 1);
   if (!comm->blocking) return IN_PROGRESS;
@@ -397,6 +435,7 @@ EXPORT int ncclCommDestroy(Comm *comm) {
 /* It frees nothing, because a thread may still be in a call. A rank that finalizes does not wait for one that aborts. */
 EXPORT int ncclCommAbort(Comm *comm) {
   calls[0]++;
+  if (comm->window) calls[10]++;
   comm->aborting = 1;
   if (!comm->finalizing) atomic_fetch_add(&comm->shared->finalized, 1);
   return OK;

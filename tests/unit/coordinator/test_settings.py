@@ -47,6 +47,7 @@ SETTINGS = st.builds(
         arena_bytes=st.integers(16, 1 << 18).map(lambda pages: pages * 4096),
         staging_bytes=st.integers(0, 1 << 18).map(lambda pages: pages * 4096),
         expert_arena_bytes=st.integers(0, 1 << 18).map(lambda pages: pages * 4096),
+        nccl_window_bytes=st.integers(0, 1 << 18).map(lambda pages: pages * 4096),
         deadline_s=st.one_of(st.none(), st.floats(0.001, 1e6)),
         policy_file=st.sampled_from([None, "/etc/policy.json", "policy.json"]),
         nccl_library=st.sampled_from([None, "/opt/libnccl.so.2"]),
@@ -268,6 +269,7 @@ def test_a_malformed_broadcast_setting_is_refused(field: str, value: Any) -> Non
         ("arena_bytes", True),
         ("arena_bytes", 2 << 30),
         ("staging_bytes", 4096.0),
+        ("nccl_window_bytes", 100),
         ("deadline_s", float("inf")),
         ("policy_file", Path("policy.json")),
         ("nccl_library", ""),
@@ -337,6 +339,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
             arena_bytes=1 << 20,
             staging_bytes=0,
             expert_arena_bytes=0,
+            nccl_window_bytes=4096,
             deadline_s=1,
             policy_file="/p",
             nccl_library="/n",
@@ -361,6 +364,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         "cuda.arena_bytes",
         "cuda.staging_bytes",
         "cuda.expert_arena_bytes",
+        "cuda.nccl_window_bytes",
         "cuda.deadline_s",
     }
     assert {"interface", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)} == PER_RANK_FIELDS

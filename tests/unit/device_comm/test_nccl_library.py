@@ -18,6 +18,7 @@ from device_comm.nccl.dtypes import DATA_TYPES, REDUCTIONS
 from device_comm.nccl.library import (
     FUNCTIONS,
     RESULT_NAMES,
+    WINDOW_FUNCTIONS,
     Config,
     NcclLibrary,
     UniqueId,
@@ -25,6 +26,7 @@ from device_comm.nccl.library import (
     new_config,
     version_text,
 )
+from device_comm.nccl.window import SYMMETRIC, WINDOWS_SINCE
 from shm_broadcast.errors import CapabilityError, InternalError, NcclError, UsageError
 from tests.harness import run_ranks
 from tests.native.nccl_stub.build import build_stub
@@ -161,8 +163,9 @@ def real() -> NcclLibrary:
 
 @requires("nccl")
 def test_the_real_library_has_every_function(real: NcclLibrary) -> None:
-    """The real library is the wheel's and has every function that we call."""
-    assert set(real.functions) == set(FUNCTIONS)
+    """The real library is the wheel's and has every function that we call, those of windows from 2.27 on."""
+    windows = WINDOW_FUNCTIONS if real.version >= WINDOWS_SINCE else ()
+    assert {*FUNCTIONS, *windows} <= set(real.functions) <= {*FUNCTIONS, *WINDOW_FUNCTIONS}
     assert real.path.endswith("nvidia/nccl/lib/libnccl.so.2")
     assert real.version >= 21800
 
@@ -258,6 +261,11 @@ def test_our_structures_and_numbers_are_those_of_the_header(real: NcclLibrary, t
     checks += [f"{name} == {code}" for code, name in enumerate(RESULT_NAMES) if name in results]
     checks += [f"ncclNumResults <= {len(RESULT_NAMES)}", "ncclNumResults >= 8"]
     checks += ["NCCL_CONFIG_UNDEF_INT == INT_MIN"]
+    declared = set(re.findall(r"\b(nccl[A-Z]\w+)\(", (header / "nccl.h").read_text()))
+    functions = {**FUNCTIONS, **{name: kinds for name, kinds in WINDOW_FUNCTIONS.items() if name in declared}}
+    if real.version >= WINDOWS_SINCE:
+        assert set(WINDOW_FUNCTIONS) <= declared
+        checks += [f"NCCL_WIN_COLL_SYMMETRIC == {SYMMETRIC}", "sizeof(ncclWindow_t) == sizeof(void*)"]
     kinds = {
         ctypes.c_void_p: "void*",
         ctypes.c_size_t: "size_t",
@@ -265,7 +273,7 @@ def test_our_structures_and_numbers_are_those_of_the_header(real: NcclLibrary, t
         UniqueId: "ncclUniqueId",
     }
     calls = []
-    for name, arguments in FUNCTIONS.items():
+    for name, arguments in functions.items():
         # A pointer parameter accepts a void*, a number does not, so a wrong count or kind does not compile.
         given = ", ".join(f"*({kinds[each]}*)anything" for each in arguments)  # type: ignore[index]
         calls.append(f"  (void){name}({given});")
@@ -293,5 +301,4 @@ def test_our_structures_and_numbers_are_those_of_the_header(real: NcclLibrary, t
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    declared = set(re.findall(r"\b(nccl[A-Z]\w+)\(", (header / "nccl.h").read_text()))
     assert set(FUNCTIONS) <= declared

@@ -105,11 +105,16 @@ CLAIMS: dict[str, tuple[Statement, ...]] = {
             ("streams::norms_whose_rows_need_a_cluster_are_right",),
         ),
     ),
-    "NCCL": (
+    "NCCL, its symmetric windows (`cuda.nccl_window_bytes`, off by default) included": (
         Statement(
             "with one rank it works through our bindings, in calls and in a capture",
             ("oracles::nccl_with_one_rank_runs_eagerly", "oracles::nccl_with_one_rank_can_be_captured"),
         ),
+        Statement(
+            "with one rank a symmetric window is registered, stages sums, in calls and in a capture, and is freed",
+            ("oracles::nccl_with_one_rank_has_a_window",),
+        ),
+        Statement("sums of several ranks are staged through symmetric windows", why_not=_ONE_GPU),
         Statement(
             "two ranks on one GPU get a typed error in time",
             ("oracles::nccl_with_two_ranks_on_one_gpu_fails_cleanly",),

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.status_store import WorldStatusStore
 from device_comm.base import CommunicatorContext
+from device_comm.cuda.communicator import CudaCommunicator
+from device_comm.cuda_settings import CudaSettings
 from device_comm.health import GroupHealth
 from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
@@ -29,8 +31,8 @@ OVERLAPPING = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
 @contextmanager
-def alone() -> Iterator[NcclCommunicator]:
-    """Yield a connected communicator of NCCL with one rank."""
+def alone(window_bytes: int = 0) -> Iterator[NcclCommunicator]:
+    """Yield a connected communicator of NCCL with one rank; with `window_bytes` it stages sums through a window."""
     torch.cuda.set_device(0)
     board = WorldStatusStore(dist.HashStore(), 0, (0,))
     health = GroupHealth("one:0", 0, (0,), PeerWatch(this_process(), {}), board)
@@ -43,8 +45,9 @@ def alone() -> Iterator[NcclCommunicator]:
         health=health,
         timeout_s=30.0,
         exchange=lambda data: [data],
+        cuda=CudaSettings(custom_all_reduce=False, nccl_window_bytes=window_bytes),
     )
-    communicator = NcclCommunicator(context)
+    communicator = CudaCommunicator(context) if window_bytes else NcclCommunicator(context)
     try:
         communicator.connect()
         yield communicator
@@ -87,6 +90,29 @@ def one_rank_captured(me: GpuRank) -> None:
             assert torch.equal(result, own), f"replay {step}"
         # NCCL waits for graphs that hold its communicator.
         del graph, result
+
+
+@gpu_body
+def one_rank_staged(me: GpuRank) -> str:
+    with alone(window_bytes=1 << 20) as communicator:
+        own = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+        for _ in range(3):
+            assert torch.equal(communicator.all_reduce(own), own)
+        stream = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        with communicator.capture(stream), torch.cuda.graph(graph, stream=stream):
+            result = communicator.all_reduce(own)
+        for step in range(20):
+            own.fill_(float(step))
+            torch.cuda.synchronize()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(result, own), f"replay {step}"
+        reason = communicator.path("all_reduce", own.nbytes, own.dtype).reason
+        del graph, result
+    connection = communicator._connection
+    assert connection._memory is None, "the window was freed"
+    return reason
 
 
 @gpu_body
@@ -137,6 +163,16 @@ def test_nccl_with_one_rank_runs_eagerly(gpu: GpuRun) -> None:
 def test_nccl_with_one_rank_can_be_captured(gpu: GpuRun) -> None:
     """A captured sum is replayed with new data."""
     gpu.run(one_rank_captured)
+
+
+@on_gpu(6, 30)
+def test_nccl_with_one_rank_has_a_window(gpu: GpuRun) -> None:
+    """A window is made, sums are staged through it, eagerly and in a replayed graph, and its end leaves nothing."""
+    reason = gpu.run(one_rank_staged)[0]
+    gpu.fact("symmetric window of NCCL with one rank", reason)
+    if "no symmetric window" in reason:
+        gpu.skip(reason)
+    assert "staged through the symmetric window" in reason
 
 
 @on_gpu(6, 45)

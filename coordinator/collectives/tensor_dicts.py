@@ -166,7 +166,7 @@ class TensorDicts(GroupPlanes):
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
         timeout_s: AnyTimeout = None,
-    ) -> Receiving:
+    ) -> tuple[TensorDict | None, list[Handle], list[Callable[[], None]]]:
         """Receive the metadata of a tensor dict, and start to receive its tensors.
 
         Returns:

@@ -141,9 +141,13 @@ class Cable:
         while self._is_open:
             with self._lock:
                 sockets = [self._listener, *(self._pairs if self._is_through else ())]
-            ready, _, _ = select.select(sockets, [], [], 0.005)
+            # Not `select`, which refuses descriptors from 1,024 on: the process may have run thousands of tests.
+            poller = select.poll()
+            for each in sockets:
+                poller.register(each, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poller.poll(5)}
             with self._lock:
-                for each in ready:
+                for each in [one for one in sockets if one.fileno() in ready]:
                     if each is self._listener:
                         self._join()
                     elif each in self._pairs:

@@ -264,6 +264,8 @@ def test_a_pidfd_of_the_peer_comes_with_it() -> None:
         )
         assert owner.pid == os.getpid()
         assert "Pid:\t" in Path(f"/proc/self/fdinfo/{descriptor}").read_text()
-        assert not select.select([descriptor], [], [], 0)[0]
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        assert not poller.poll(0)
         os.close(descriptor)
         segment.close()

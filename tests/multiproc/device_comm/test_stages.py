@@ -165,7 +165,7 @@ def struck_at_any_step(
 @pytest.mark.parametrize("name", ["large all_reduce", "all_gather", "all_to_all", "broadcast"])
 def test_a_strike_between_the_stages_over_a_process_group_is_told(ranks2: RankPool, name: str) -> None:
     """The struck call has not begun, is complete, or has broken the group: never do calls pair wrongly."""
-    found = ApartPool(ranks2).run(struck_at_any_step, name, [process_group.__name__])
+    found = ApartPool(ranks2).run(struck_at_any_step, name, [process_group.__name__], timeout_s=200.0)
     assert min(found) > 5
 
 
@@ -174,7 +174,7 @@ def test_a_strike_between_the_stages_over_a_process_group_is_told(ranks2: RankPo
 @pytest.mark.parametrize("name", ["barrier", "all_gather_object"])
 def test_a_strike_between_the_stages_of_objects_over_gloo_is_told(ranks2: RankPool, name: str) -> None:
     """As over a process group, on the plane of objects."""
-    found = ApartPool(ranks2).run(struck_at_any_step, name, [gloo.__name__])
+    found = ApartPool(ranks2).run(struck_at_any_step, name, [gloo.__name__], timeout_s=200.0)
     assert min(found) > 5
 
 

@@ -24,7 +24,9 @@ LONG_S = 30.0
 
 def is_readable(descriptor: int, timeout_s: float = 0.0) -> bool:
     """Return whether the descriptor is readable, or becomes so in time."""
-    return bool(select.select([descriptor], [], [], timeout_s)[0])
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
 
 
 def serving() -> int:

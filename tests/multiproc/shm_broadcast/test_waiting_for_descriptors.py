@@ -396,17 +396,14 @@ def share_of_a_wait(readers: list[QueueReader]) -> float:
 @pytest.mark.slow
 @pytest.mark.guarantee("B20")
 def test_waiting_for_64_queues_takes_next_to_no_processor_time() -> None:
-    """`dequeue_any` sleeps: it wakes ten times a second, which takes less than 0.5 % of a core on a quiet machine."""
+    """`dequeue_any` sleeps: it takes less than 0.5 % of a core."""
     with ExitStack() as stack:
         writers = [stack.enter_context(QueueWriter.create(f"q{i}", [0], RING)) for i in range(64)]
         readers = [
             stack.enter_context(QueueReader.open(each.handle, each.key, 0, LONG_S)) for each in writers
         ]
-        with mock.patch.object(_core, "ring_wait_any", wraps=_core.ring_wait_any) as wait:
-            # A machine that is busy, or slow to wake up, makes each of the few wake-ups ten times as dear.
-            assert any(share_of_a_wait(readers) < 0.05 for _ in range(3))
-            # In up to three waits of two seconds.
-            assert wait.call_count < 80
+        # A busy machine makes each of the few wake-ups dearer, so the best of three counts.
+        assert any(share_of_a_wait(readers) < 0.005 for _ in range(3))
         writers[40].enqueue("found")
         assert dequeue_any(readers, LONG_S) == (40, "found")
 

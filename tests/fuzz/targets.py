@@ -208,7 +208,7 @@ def handover_target() -> Target:
         "_proof": lambda key, role, data: hashlib.blake2b(role + data, key=key, digest_size=32).digest(),
         "this_process": lambda: identity,
         "open_pidfd": lambda pid: os.dup(null),
-        "socket": SimpleNamespace(**{**vars(socket), "socket": lambda *_: there.pop()}),
+        "new_socket": there.pop,
     }
     before = {name: vars(segment)[name] for name in replaced}
     vars(segment).update(replaced)
@@ -226,7 +226,11 @@ def handover_target() -> Target:
         answer = segment._proof(KEY, b"owner", proof + body) if number % 16 else bytes(32)
         given = [os.dup(null) for _ in range(2 if number % 3 else 1)]
         there.append(_Peer(challenge, answer + body if number % 50 else b"", descriptors=given))
-        memory, _, watch = segment.take_descriptor("address", KEY, 1, 1.0, connecting=_ignore)
+        try:
+            memory, _, watch = segment.take_descriptor("address", KEY, 1, 1.0, connecting=_ignore)
+        finally:
+            if there:
+                raise AssertionError("the owner's answer was not read")
         os.close(memory)
         os.close(watch)
 

@@ -198,18 +198,14 @@ class PeerWatch:
                 for descriptor in ranks:
                     poller.register(descriptor, select.POLLIN)
                 for descriptor, _ in poller.poll(0):
-                    self._lose(ranks[descriptor], descriptor)
+                    # A signal handler may have closed the descriptor that says so.
+                    if self._descriptors.get(ranks[descriptor]) == descriptor:
+                        self._lost.add(ranks[descriptor])
             return tuple(sorted(self._lost))
 
-    def _lose(self, rank: int, descriptor: int) -> None:
-        """Note that `rank` has ended, unless a signal handler has closed the descriptor that says so."""
-        if self._descriptors.get(rank) != descriptor:
-            return
-        self._lost.add(rank)
-        # Nothing is called before the end of `close`: a handler finds the descriptor here and open, or neither.
-        if rank in self._descriptors:
-            del self._descriptors[rank]
-            os.close(descriptor)
+    def descriptors(self) -> tuple[int, ...]:
+        """Return the pidfds that are open. Each becomes readable when its process ends, and stays so until `close`."""
+        return tuple(self._descriptors.values())
 
     def watches(self, rank: int) -> bool:
         """Return whether this process notices when `rank` ends."""
@@ -243,7 +239,7 @@ class PeerWatch:
         """Close the pidfds. Idempotent."""
         with self._lock:
             for rank in list(self._descriptors):
-                # As in `_lose`.
+                # Nothing is called before the end: a handler finds the descriptor here and open, or neither.
                 if rank in self._descriptors:
                     descriptor = self._descriptors[rank]
                     del self._descriptors[rank]

@@ -222,6 +222,10 @@ class RingReader(RingEnd):
         """Return the mapping and this reader's place in it, for waiting on several rings at once."""
         return self._memory, self._index
 
+    def writer_descriptors(self) -> tuple[int, ...]:
+        """Return descriptors that are readable once the writer's process has ended; they are this endpoint's own."""
+        return self._watch.descriptors()
+
     def is_ready(self) -> bool:
         """Return whether a message is there or the queue has ended. Raises an error if the writer is lost."""
         self.check("dequeue_any")

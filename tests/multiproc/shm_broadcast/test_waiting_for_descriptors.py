@@ -51,7 +51,10 @@ def queue(kind: str, **remote: Any) -> Iterator[tuple[QueueWriter, QueueReader]]
     else:
         keys = RemoteKeys.generate()
         writer = QueueWriter.create(
-            "steps", remote_readers={0: keys.public}, bind_address="127.0.0.1", remote=RemoteSettings(**remote)
+            "steps",
+            remote_readers={0: keys.public},
+            bind_address="127.0.0.1",
+            remote=RemoteSettings(**remote),
         )
         reader = QueueReader.open(writer.handle, writer.key, 0, LONG_S, remote_keys=keys)
     writer.wait_until_ready(LONG_S)

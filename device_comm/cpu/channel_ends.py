@@ -110,7 +110,7 @@ class Look:
         if self._crossing.drain(busy):
             self.pause_s = BUSY_LOOK_S
         else:
-            self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
+            self.pause_s: float = min(2 * self.pause_s, _LONGEST_PAUSE_S)
         return time.monotonic() >= self._until
 
 

@@ -99,7 +99,7 @@ class Look:
         """Wait for up to `slice_s` seconds in all, and for `pause_s` until the first look."""
         self._crossing = crossing
         self._until = time.monotonic() + slice_s
-        self.pause_s = pause_s
+        self.pause_s: float = pause_s
 
     def park_ns(self) -> int:
         """Return how long to sleep until then."""
@@ -110,7 +110,7 @@ class Look:
         if self._crossing.drain(busy):
             self.pause_s = BUSY_LOOK_S
         else:
-            self.pause_s: float = min(2 * self.pause_s, _LONGEST_PAUSE_S)
+            self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
         return time.monotonic() >= self._until
 
 

@@ -155,6 +155,7 @@ class RemoteReader(RemoteReads):
     def fileno(self, call: str = "fileno") -> int:
         """Return a descriptor that is readable while there is something to read, or to raise."""
         self._refuse_nested(call)
+        self._check_open(call)
         try:
             # Not `_calls`, which another thread holds while it waits for a message.
             with self._lock:

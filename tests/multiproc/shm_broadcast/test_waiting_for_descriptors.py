@@ -7,6 +7,7 @@ import os
 import resource
 import select
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -390,6 +391,34 @@ def test_a_forked_child_leaves_the_descriptor_alone(kind: str) -> None:
         assert not is_readable(reader)
         writer.enqueue("on")
         assert taken(reader) == "on"
+
+
+@pytest.mark.guarantee("R17")
+def test_a_child_forked_while_the_thread_receives_does_not_wait_for_it() -> None:
+    """The thread of a remote end, which the child has not, may hold the end's lock: `fileno` raises without it."""
+    with queue("remote") as (_, reader):
+        far: Any = reader._ring
+        is_held, is_forked = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with far._lock:
+                is_held.set()
+                is_forked.wait(LONG_S)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert is_held.wait(LONG_S)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends a child that waits
+            try:
+                reader.fileno()
+            except UsageError:
+                os._exit(0)
+            os._exit(1)
+        is_forked.set()
+        thread.join()
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def late(readers: list[QueueReader], timeout_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from shm_broadcast.errors import ClosedError, CommError, UsageError
 from tests.channels import channels_of, health_of
 from tests.crash.test_interrupted_collectives import alarm
 from tests.harness import RankPool
+from tests.idle import Spent, spent
 from tests.queues import background
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError, Numbered, alarms
 from tests.worlds import meet, new_group, outcome_of, tell_when_waiting, world
@@ -115,24 +117,22 @@ def test_waiting_for_64_ranks_costs_next_to_nothing() -> None:
         for src in range(1, 65):
             send(ranks[src], src, 0)
         assert sorted(recv_any(ranks[0])[0] for _ in range(1, 65)) == list(range(1, 65))
-        shares: list[float] = []
 
-        def wait() -> list[int]:
-            values = []
-            for _ in range(3):
-                start, cpu = time.monotonic(), time.thread_time()
-                values.append(recv_any(ranks[0])[1])
-                shares.append((time.thread_time() - cpu) / (time.monotonic() - start))
-            return values
+        def wait(found: list[int]) -> Spent:
+            return spent(lambda: found.append(recv_any(ranks[0])[1]), resource.RUSAGE_THREAD)
 
-        with background(wait) as outcome:
-            for src in (7, 1, 64):
-                time.sleep(1.5)
-                send(ranks[src], "found", 0)
-        assert outcome == [[7, 1, 64]]
-        # Quiet, this is 0.002; to look at the rings in turn took 0.2. A busy machine makes each of the few wake-ups
-        # dearer, so the best of three counts.
-        assert min(shares) < 0.02
+        found: list[int] = []
+        with background(lambda: wait(found)) as idle:
+            time.sleep(1.5)
+            send(ranks[64], "found", 0)
+        with mock.patch.object(health, "SLICE_S", 0.001), background(lambda: wait(found)) as warm:
+            time.sleep(0.5)
+            send(ranks[7], "found", 0)
+        assert found == [64, 7]
+        assert warm[0].wakeups > 50
+        # To look at the rings in turn took 20 % of a core.
+        assert idle[0].wakeups_per_s < 15
+        assert idle[0].wakeups_per_s * warm[0].per_wakeup_s < 0.005, (idle, warm)
 
 
 @pytest.mark.guarantee("D73")

@@ -9,7 +9,14 @@ import msgspec
 
 from shm_broadcast.errors import SettingsError
 
-__all__ = ["MAX_CUSTOM_BYTES", "MIN_ARENA_BYTES", "PER_RANK_CUDA_FIELDS", "CudaSettings", "cuda_settings"]
+__all__ = [
+    "MAX_CUSTOM_BYTES",
+    "MIN_ARENA_BYTES",
+    "MIN_MULTIMEM_ONE_SHOT_BYTES",
+    "PER_RANK_CUDA_FIELDS",
+    "CudaSettings",
+    "cuda_settings",
+]
 
 PER_RANK_CUDA_FIELDS: Final = frozenset({"policy_file", "nccl_library", "kernel_cache"})
 """Fields that may differ between ranks, because hosts keep files in different places. The content of the policy files
@@ -17,6 +24,9 @@ must be equal: the ranks compare its digest when a group is created."""
 
 MIN_ARENA_BYTES: Final = 64 * 1024
 """Smallest arena: with less, not even the activations of a small batch fit into one push."""
+
+MIN_MULTIMEM_ONE_SHOT_BYTES: Final = 256 * 1024
+"""Smallest sum in the one-shot form of multimem: no published table has multimem sums of fewer bytes on 8 GPUs."""
 
 MAX_CUSTOM_BYTES: Final = 1 << 30
 """Largest arena and staging area, so that a mistyped size does not take the memory that a model needs."""
@@ -36,6 +46,10 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             dependent launch, from sm_90 on). It changes no result.
         multimem: Whether sums of large messages may be made by the NVSwitch (multimem instructions, from sm_90 on). All
             ranks get the same bits, but the order of such a sum is not defined; never with `deterministic`.
+        multimem_one_shot_bytes: Up to how many bytes sums of 256 KiB and more take the one-shot form of multimem, where
+            `multimem` is used. Every rank then asks the switch for the whole sum, and **nothing promises that all ranks
+            get the same bits**: use it only where a difference between ranks in the last bits does no harm. 0, the
+            default, disables it. A multiple of 4096.
         arena_bytes: Bytes for one phase of a push; every group holds two arenas on each device. A larger message
             is split or goes through NCCL. A multiple of 4096.
         staging_bytes: Bytes, per group and device, for inputs that peers cannot map and for the results of pulls, and
@@ -63,6 +77,7 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deterministic: bool = False
     dependent_launch: bool = True
     multimem: bool = True
+    multimem_one_shot_bytes: int = 0
     arena_bytes: int = 16 << 20
     staging_bytes: int = 32 << 20
     expert_arena_bytes: int = 32 << 20
@@ -77,6 +92,10 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for field in ("custom_all_reduce", "deterministic", "dependent_launch", "multimem"):
             if type(getattr(self, field)) is not bool:
                 raise SettingsError(f"cuda.{field} is {getattr(self, field)!r}, but must be True or False")
+        if self.multimem_one_shot_bytes or type(self.multimem_one_shot_bytes) is not int:
+            _check_bytes(
+                *("multimem_one_shot_bytes", self.multimem_one_shot_bytes, MIN_MULTIMEM_ONE_SHOT_BYTES)
+            )
         _check_bytes("arena_bytes", self.arena_bytes, MIN_ARENA_BYTES)
         _check_bytes("staging_bytes", self.staging_bytes, 0)
         _check_bytes("expert_arena_bytes", self.expert_arena_bytes, 0)

@@ -7,7 +7,7 @@ from device_comm.cuda.kernel_layout import _PARAMS, KERNEL_NAMES, LINE_BYTES, VE
 __all__ = ["ALGORITHMS", "PARAMS_BYTES", "required_arena", "required_staging"]
 
 # The kernels that communicate with peers and therefore use a workspace.
-ALGORITHMS: Final = KERNEL_NAMES[1:16]
+ALGORITHMS: Final = KERNEL_NAMES[1:17]
 PARAMS_BYTES: Final = _PARAMS.size
 
 
@@ -28,6 +28,7 @@ def required_arena(kernel: str, nbytes: int, world_size: int) -> int:
         "push_all_gather": world_size * max(1, -(-nbytes // 8)),
         "pull_one_shot": 0,
         "pull_two_shot": 0,
+        "multimem_one_shot": 0,
         "multimem_two_shot": 0,
         "staged_all_gather": 0,
     }

@@ -267,6 +267,7 @@ def _cuda_paths(drivers: Any, settings: Any) -> Any:
             has_nvlink=has_nvlink and len(drivers) > 1,
             is_exportable=True,
             has_multicast=facts.multicast and facts.vmm and cuda.multimem and has_nvlink and len(drivers) > 1,
+            multimem_one_shot_bytes=cuda.multimem_one_shot_bytes,
             is_deterministic=cuda.deterministic,
             is_enabled=cuda.custom_all_reduce,
             capacity=room,

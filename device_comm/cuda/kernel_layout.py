@@ -80,6 +80,7 @@ KERNEL_NAMES: Final = (
     "push_add_rms_norm_nvfp4",
     "push_two_shot_add_rms_norm_nvfp4",
     "staged_all_gather",
+    "multimem_one_shot",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "add_rms_norm_nvfp4",
@@ -229,10 +230,11 @@ def largest_input(algorithm: str, layout: WorkspaceLayout) -> int:
 
     For push_reduce_scatter the bytes are those of the output, for the all-gathers those of one rank's part. A rank's
     slot in the arena holds the whole input, or with the two-shot push its shard of the input and of the result;
-    push_all_gather stores 8 bytes in each vector. A multimem address has `staging_bytes` behind it, in equal shards.
+    push_all_gather stores 8 bytes in each vector. A multimem address has `staging_bytes` behind it, which the two-shot
+    form divides into equal shards.
     """
     world_size = layout.world_size
-    if algorithm in ("pull_one_shot", "pull_two_shot", "staged_all_gather"):
+    if algorithm in ("pull_one_shot", "pull_two_shot", "staged_all_gather", "multimem_one_shot"):
         return layout.staging_bytes
     if algorithm == "multimem_two_shot":
         return layout.staging_bytes // (world_size * VECTOR_BYTES) * world_size * VECTOR_BYTES

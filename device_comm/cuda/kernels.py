@@ -57,7 +57,7 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "norm": ("push_add_rms_norm", "push_two_shot_add_rms_norm", "add_rms_norm"),
     "norm_fp8": ("push_add_rms_norm_fp8", "push_two_shot_add_rms_norm_fp8", "add_rms_norm_fp8"),
     "finalize": ("push_moe_finalize", "moe_finalize"),
-    "multimem": ("multimem_two_shot",),
+    "multimem": ("multimem_two_shot", "multimem_one_shot"),
     "norm_nvfp4": ("push_add_rms_norm_nvfp4", "push_two_shot_add_rms_norm_nvfp4", "add_rms_norm_nvfp4"),
     "expert": ("expert_dispatch", "expert_combine"),
 }

@@ -131,6 +131,7 @@ def _build(
         # Tensors' memory can be shared by CUDA IPC only, and the region that was just tested shows whether IPC works.
         is_exportable=_is_exportable(context, peers, driver) and kind in ("ipc", "local"),
         has_multicast=topology.has_multicast and settings.multimem,
+        multimem_one_shot_bytes=settings.multimem_one_shot_bytes,
         is_deterministic=settings.deterministic,
     )
     source, trouble = cubin, ""

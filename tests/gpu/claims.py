@@ -16,7 +16,7 @@ _ONE_GPU = "needs several GPUs"
 NOT_LAUNCHED = (
     *("push_add_rms_norm_fp8", "push_two_shot_add_rms_norm_fp8", "add_rms_norm_fp8"),
     *("push_add_rms_norm_nvfp4", "push_two_shot_add_rms_norm_nvfp4", "add_rms_norm_nvfp4"),
-    *("push_moe_finalize", "moe_finalize", "multimem_two_shot"),
+    *("push_moe_finalize", "moe_finalize", "multimem_two_shot", "multimem_one_shot"),
 )
 """Kernels that no test on a device runs: statements below say so."""
 

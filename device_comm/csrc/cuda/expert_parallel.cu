@@ -4,7 +4,7 @@
 #define FAMILY_EXPERT 10
 
 #if HAS(FAMILY_EXPERT)
-enum ExpertKernel : u32 { EXPERT_DISPATCH = 20, EXPERT_COMBINE };
+enum ExpertKernel : u32 { EXPERT_DISPATCH = 21, EXPERT_COMBINE };
 constexpr Reason OVERFLOWED = static_cast<Reason>(4);  // more rows came than the output has
 
 constexpr u64 SOURCE_FLAGS_BYTES = MAX_BLOCKS * 4;

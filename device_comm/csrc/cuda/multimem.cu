@@ -1,5 +1,5 @@
-// Two-shot all-reduce by the switches of NVLink (multimem instructions), from sm_90 on. all_reduce.cu holds the barrier of
-// blocks. DESIGN.md, "Multimem", describes and proves the protocol, and says why there is no one-shot form.
+// All-reduces by the switches of NVLink (multimem instructions), from sm_90 on. all_reduce.cu holds the barrier of blocks.
+// DESIGN.md, "Multimem", describes and proves the protocol, and says why the one-shot form must be asked for.
 
 #if HAS(FAMILY_MULTIMEM)
 // Memory of `staging_bytes` on every rank. `own` is the address of this rank's, for all instructions but multimem; `all` is
@@ -100,6 +100,34 @@ KERNEL multimem_two_shot(PARAMS, EACH(MulticastArea) areas, EACH(const void*) in
 #pragma unroll
         for (u32 r = 0; r < WORLD_SIZE; ++r) store(out, r * shard + i, bytes, v[r]);
     }
+    leave_pull(p, call);
+}
+
+// in and out: aligned to 16 bytes, may be equal. Every rank asks the switch for every sum, so ranks need not get equal bits.
+KERNEL multimem_one_shot(PARAMS, EACH(MulticastArea) areas, EACH(const void*) inputs, EACH(void*) outputs,
+                         u64 count) {
+    OWN_PARAMS;
+    const MulticastArea area = OWN(areas);
+    Call call = enter_pull(p, MULTIMEM_ONE_SHOT);
+    const char* in = static_cast<const char*>(OWN(inputs));
+    char* out = static_cast<char*>(OWN(outputs));
+    const u64 bytes = count * ELEMENT_BYTES, vectors = vectors_of(bytes), step = all_threads();
+    for (u64 i = thread_index(); call.alive && i < vectors; i += step) {
+        st_relaxed_sys_v4(area.own + i * 16, load(in, i, bytes, true));
+    }
+    change_address(p, call);
+    u64 i = call.alive ? thread_index() : vectors;
+#pragma unroll 1
+    for (; i + 3 * step < vectors; i += 4 * step) {
+        Vector v[4];
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) v[k] = multimem_sum(area.all + (i + k * step) * 16);
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) store(out, i + k * step, bytes, v[k]);
+    }
+#pragma unroll 1
+    for (; i < vectors; i += step) store(out, i, bytes, multimem_sum(area.all + i * 16));
+    change_address(p, call);  // no peer sums what is staged here any more: the next call may replace it
     leave_pull(p, call);
 }
 #endif

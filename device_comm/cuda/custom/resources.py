@@ -195,7 +195,7 @@ class CustomResources:
                 timeout_s=context.timeout_s,
             )
         if self._multicast is None:
-            capacity = msgspec.structs.replace(self.facts.capacity, multimem_two_shot=0)
+            capacity = msgspec.structs.replace(self.facts.capacity, multimem_two_shot=0, multimem_one_shot=0)
             self.facts = msgspec.structs.replace(self.facts, has_multicast=False, capacity=capacity)
         if why:
             logger.warning("%s: no multimem: %s", self._health.where("custom all-reduce"), why)

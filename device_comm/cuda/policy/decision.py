@@ -17,6 +17,7 @@ import msgspec
 from device_comm.cuda.kernel_layout import VECTOR_BYTES
 from device_comm.cuda.policy.shapes import all_reduce_shape
 from device_comm.cuda.policy.table import BUILT_IN, Operation, PolicyTable, Threshold, family_of
+from device_comm.cuda_settings import MIN_MULTIMEM_ONE_SHOT_BYTES
 
 __all__ = [
     "Algorithm",
@@ -45,6 +46,8 @@ class Algorithm(enum.StrEnum):
         PULL_TWO_SHOT: Every rank sums its share of the inputs, then reads the other ranks' results.
         MULTIMEM_TWO_SHOT: The NVSwitch sums each rank's share of the inputs, in no defined order, and stores the result
             at every rank.
+        MULTIMEM_ONE_SHOT: The NVSwitch sums all inputs for each rank, in no defined order: ranks need not get equal
+            bits. Only a setting asks for it.
         PUSH_REDUCE_SCATTER: The first half of the two-shot push.
         PUSH_ALL_GATHER: Every rank stores its bytes at every peer, each word with a flag.
         STAGED_ALL_GATHER: Every rank reads the other ranks' bytes from their staging areas.
@@ -58,6 +61,7 @@ class Algorithm(enum.StrEnum):
     PULL_ONE_SHOT = "pull_one_shot"
     PULL_TWO_SHOT = "pull_two_shot"
     MULTIMEM_TWO_SHOT = "multimem_two_shot"
+    MULTIMEM_ONE_SHOT = "multimem_one_shot"
     PUSH_REDUCE_SCATTER = "push_reduce_scatter"
     PUSH_ALL_GATHER = "push_all_gather"
     STAGED_ALL_GATHER = "staged_all_gather"
@@ -78,7 +82,7 @@ class Algorithm(enum.StrEnum):
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The largest `CallFacts.nbytes` that fit into the group's memory, for each algorithm; 0 if none fit.
 
-    For multimem it is the largest piece; a larger call is cut into several.
+    For the two-shot multimem it is the largest piece; a larger call is cut into several.
     """
 
     push_one_shot: int = 0
@@ -86,6 +90,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pull_one_shot: int = 0
     pull_two_shot: int = 0
     multimem_two_shot: int = 0
+    multimem_one_shot: int = 0
     push_reduce_scatter: int = 0
     push_all_gather: int = 0
     staged_all_gather: int = 0
@@ -107,6 +112,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         has_nvlink: Whether NVLink connects every pair of devices.
         is_exportable: Whether the tensor allocator returns memory that peers can map, on every rank.
         has_multicast: Whether the devices can be the team of a multicast object, and the setting `multimem` is on.
+        multimem_one_shot_bytes: The setting of this name.
         is_deterministic: The setting `deterministic`.
         is_enabled: The setting `custom_all_reduce`.
         capacity: The largest calls that fit into the group's memory.
@@ -119,6 +125,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     has_nvlink: bool
     is_exportable: bool
     has_multicast: bool = False
+    multimem_one_shot_bytes: int = 0
     is_deterministic: bool = False
     is_enabled: bool = True
     capacity: Capacity = Capacity()
@@ -184,7 +191,7 @@ def choose(facts: GroupFacts, call: CallFacts, table: PolicyTable = BUILT_IN) ->
         return _without_kernels(facts, call, obstacle)
     if facts.is_deterministic and call.depends_on_order:
         return _deterministic(facts, call)
-    return _fastest(facts, call, table)
+    return _requested(facts, call) or _fastest(facts, call, table)
 
 
 def _why_not_call(call: CallFacts) -> str:
@@ -224,6 +231,23 @@ def _deterministic(facts: GroupFacts, call: CallFacts) -> Plan:
             facts, Algorithm.PUSH_REDUCE_SCATTER, call.nbytes, "deterministic: it fits into the arena"
         )
     return _without_kernels(facts, call, "deterministic, and the arena is too small")
+
+
+def _requested(facts: GroupFacts, call: CallFacts) -> Plan | None:
+    """Return the plan that the settings request instead of the table's, or None. No table can name this algorithm."""
+    algorithm, most = Algorithm.MULTIMEM_ONE_SHOT, facts.multimem_one_shot_bytes
+    if call.operation != "all_reduce" or not _has_multimem(facts):
+        return None
+    if not MIN_MULTIMEM_ONE_SHOT_BYTES <= call.nbytes <= min(most, facts.capacity.of(algorithm)):
+        return None
+    reason = f"{call.nbytes} bytes are at most the {most} of cuda.multimem_one_shot_bytes"
+    return _plan(facts, algorithm, call.nbytes, reason)
+
+
+def _has_multimem(facts: GroupFacts) -> bool:
+    """Return whether the switches may sum for this group: NVLink, multicast, sm_90 or newer, order of no concern."""
+    may_sum = facts.has_multicast and facts.has_nvlink and not facts.is_deterministic
+    return may_sum and family_of(facts.arch) in ("hopper", "blackwell")
 
 
 def _pieces(capacity: int, nbytes: int) -> int:
@@ -282,6 +306,8 @@ def uses_multimem(facts: GroupFacts, table: PolicyTable) -> bool:
     """Return whether some call of the group may be summed by multimem, if there is memory for it."""
     if facts.why_not() or facts.is_deterministic or not (facts.has_multicast and facts.has_nvlink):
         return False
+    if facts.multimem_one_shot_bytes and _has_multimem(facts):
+        return True
     return any(
         row.algorithm == Algorithm.MULTIMEM_TWO_SHOT.value
         for in_graph in (False, True)

@@ -85,6 +85,41 @@ def test_multimem_is_used_where_all_devices_have_it(
     assert ranks2.run(sums_by_multimem, native, lacking, settings) == [algorithm] * 2
 
 
+def large_algorithm(
+    rank: int, world_size: int, directory: Path, native: str, lacking: int, settings: dict[str, Any]
+) -> str:
+    policy = policy_file(directory / f"policy-{rank}.json", world_size, push_one_shot=1 << 10)
+    faults = FakeFaults(multicast=rank != lacking)
+    with cuda_world(rank, world_size, directory, native, faults, policy_file=policy, **settings) as (
+        _,
+        communicator,
+        driver,
+    ):
+        communicator.prepare_buffers(0)
+        algorithm = communicator.path("all_reduce", 256 << 10, torch.float32).algorithm
+        assert (driver.calls.get("multicast_bind", 0) > 0) == (algorithm == "multimem_one_shot")
+        return algorithm
+
+
+@pytest.mark.guarantee("D84")
+@pytest.mark.parametrize(
+    ("lacking", "settings", "algorithm"),
+    [
+        (-1, {}, "multimem_one_shot"),
+        (1, {}, "nccl"),
+        (-1, {"multimem": False}, "nccl"),
+        (-1, {"multimem_one_shot_bytes": 0}, "nccl"),
+    ],
+    ids=["asked for", "a device without multicast", "the setting is off", "not asked for"],
+)
+def test_one_shot_multimem_is_used_by_all_ranks_or_by_none(
+    ranks2: RankPool, native: str, lacking: int, settings: dict[str, Any], algorithm: str
+) -> None:
+    """What one rank's device lacks, no rank uses, whatever the settings ask for."""
+    asked = {"staging_bytes": 256 << 10, "multimem_one_shot_bytes": 256 << 10, **settings}
+    assert ranks2.run(large_algorithm, native, lacking, asked) == [algorithm] * 2
+
+
 def every_way_has_the_same_bits(rank: int, world_size: int, directory: Path, native: str) -> list[str]:
     with cuda_world(rank, world_size, directory, native) as (_, it, _driver):
         assert it.path("all_reduce", 4, torch.float32).algorithm == "undecided"

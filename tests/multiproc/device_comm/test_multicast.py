@@ -53,6 +53,11 @@ def expect_sum(me: CustomRank, output: torch.Tensor, inputs: list[torch.Tensor])
     """Compare a result with those of the other ranks, bit by bit, and with the exact sum."""
     own = output.view(torch.uint8).numpy().tobytes()
     assert set(me.exchange(own)) == {own}
+    expect_near(output, inputs)
+
+
+def expect_near(output: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    """Compare a result with the exact sum."""
     exact = torch.stack(inputs).double().sum(0)
     terms = torch.stack(inputs).double().abs().sum(0)
     bound = torch.finfo(output.dtype).eps * exact.abs() + len(inputs) * 2.0**-24 * terms
@@ -84,6 +89,42 @@ def large_sums(rank: int, world_size: int, directory: Path, libraries: str) -> d
 def test_all_ranks_get_the_same_sum(ranks3: RankPool, libraries: str) -> None:
     """Sums of several dtypes and sizes, in place and in pieces, beside calls of another algorithm."""
     for calls in ranks3.run(large_sums, libraries):
+        assert calls["multicast_bind"] == calls["multicast_unbind"] == 1
+
+
+def sums_in_one_shot(rank: int, world_size: int, directory: Path, libraries: str) -> dict[str, int]:
+    settings: dict[str, Any] = {"staging_bytes": 512 * KIB, "multimem_one_shot_bytes": 288 * KIB}
+    facts = {**MULTICAST, "multimem_one_shot_bytes": settings["multimem_one_shot_bytes"]}
+    me = rank_of(
+        rank, world_size, directory, libraries, facts=facts, policy={"push_one_shot": 1 * KIB}, **settings
+    )
+    with me.made() as custom:
+        for number, dtype in enumerate((BF16, torch.float32)):
+            first, last = 256 * KIB // dtype.itemsize, 288 * KIB // dtype.itemsize
+            for count in (first, last):
+                plan = custom.plan("all_reduce", dtype, count * dtype.itemsize, 1)
+                assert plan.algorithm is Algorithm.MULTIMEM_ONE_SHOT
+                inputs = me.inputs(number, count, dtype)
+                input_ = me.buffer(count, dtype)
+                input_.copy_(inputs[rank])
+                output = input_ if count == last else me.buffer(count, dtype)
+                assert custom.all_reduce(input_.data_ptr(), output.data_ptr(), count, dtype, 1)
+                custom.check()
+                expect_near(output, inputs)
+                assert me.all_reduce(number, 64, dtype)
+            for count in (first - 1, last + 1):
+                plan = custom.plan("all_reduce", dtype, count * dtype.itemsize, 1)
+                assert plan.algorithm is Algorithm.NCCL
+    return me.driver.calls
+
+
+@pytest.mark.guarantee("D83")
+@pytest.mark.guarantee("D84")
+def test_the_one_shot_form_begins_at_256_kib_for_a_group_that_asked_for_it(
+    ranks3: RankPool, libraries: str
+) -> None:
+    """The memory is set up and bound once, in the only allowed order, although no row of the table needs it."""
+    for calls in ranks3.run(sums_in_one_shot, libraries):
         assert calls["multicast_bind"] == calls["multicast_unbind"] == 1
 
 

@@ -111,6 +111,7 @@ inline bool host_run_thread(const std::string& name, void** args) {
     GC_KERNEL(add_rms_norm_nvfp4);
     GC_KERNEL(push_moe_finalize);
     GC_KERNEL(moe_finalize);
+    GC_KERNEL(multimem_one_shot);
     GC_KERNEL(multimem_two_shot);
     GC_KERNEL(staged_all_gather);
     GC_KERNEL(expert_dispatch);

@@ -324,7 +324,8 @@ bool finalize(Rank& self, u32 number, u32 grid, u32 block) {
 }
 
 // Compares a sum whose order is not defined: the inputs are small integers, so every order gives the exact sum.
-bool multimem(Rank& self, u32 number, u32 grid, u32 block, u64 count) {
+bool multimem(Rank& self, u32 number, u32 grid, u32 block, u64 count, const std::string& only) {
+    const std::string kernel = !only.empty() ? only : number / 2 % 2 ? "multimem_one_shot" : "multimem_two_shot";
     const auto addend = [&](u32 rank, u64 i) {
         return static_cast<int>(mixed(number * 977 + rank * 131071 + static_cast<u32>(i) * 8191) % 17) - 8;
     };
@@ -333,12 +334,12 @@ bool multimem(Rank& self, u32 number, u32 grid, u32 block, u64 count) {
     const void* in = self.in;
     void* out = result;
     void* args[] = {&self.params, &self.area, &in, &out, &count};
-    host_launch("multimem_two_shot", grid, block, 1, args);
+    host_launch(kernel.c_str(), grid, block, 1, args);
     for (u64 i = 0; i < count; ++i) {
         int sum = 0;
         for (u32 r = 0; r < WORLD_SIZE; ++r) sum += addend(r, i);
         const double got = value_of(result[i]);
-        if (got != sum) return complain("multimem_two_shot", self.params.rank, number, count, i, result[i], sum);
+        if (got != sum) return complain(kernel.c_str(), self.params.rank, number, count, i, result[i], sum);
     }
     return true;
 }
@@ -356,7 +357,9 @@ bool launch_and_check(Rank& self, u32 number, const std::string& only) {
     for (u64 i = 0; i < WORLD_SIZE * count; ++i) self.in[i] = element(number, me, i);
     if (only.find("rms_norm") != only.npos || (only.empty() && turn == 7)) return norm(self, number, grid, block, only);
     if (only == "push_moe_finalize" || (only.empty() && turn == 8)) return finalize(self, number, grid, block);
-    if (only.starts_with("multimem") || (only.empty() && turn == 9)) return multimem(self, number, grid, block, count);
+    if (only.starts_with("multimem") || (only.empty() && turn == 9)) {
+        return multimem(self, number, grid, block, count, only);
+    }
     const std::string kernel = only.empty() ? KERNELS_IN_TURN[turn] : only;
     const bool pull = kernel.starts_with("pull"), gather = kernel.ends_with("all_gather");
     const bool in_place = choice / 315 % 2 && (kernel == "push_one_shot" || kernel.ends_with("two_shot"));

@@ -244,6 +244,31 @@ def test_multimem_fences_between_the_two_addresses_of_its_memory(
     assert begins[0] > max(read)
 
 
+@pytest.mark.parametrize(
+    ("arch", "world_size", "dtype"),
+    [(90, 8, "bfloat16"), (90, 2, "float32"), (100, 8, "float16"), (120, 8, "float32")],
+)
+def test_one_shot_multimem_stores_nothing_at_the_address_of_all(
+    arch: int, world_size: int, dtype: str
+) -> None:
+    """Between its two fenced barriers a rank only asks for sums, and stores them in memory of its own."""
+    code = machine_code("multimem", world_size, dtype, arch)["multimem_one_shot"]
+    sums = [place for place, name in enumerate(code) if name.startswith("LDGMC")]
+    assert len(sums) == 5
+    # What is staged is the only strong store of a whole vector.
+    staged = [place for place, name in enumerate(code) if name == "STG.E.128.STRONG.SYS"]
+    assert staged
+    first, second = (place for place, name in enumerate(code) if name == "MEMBAR.SC.SYS")
+    assert [code[place + 1] for place in (first, second)] == ["CCTL.IVALL"] * 2
+    flags = [place for place, name in enumerate(code) if name == "MEMBAR.ALL.SYS"]
+    barriers = [place for place, name in enumerate(code) if name.startswith("BAR.SYNC")]
+    assert max(staged) < flags[0] < max(each for each in barriers if each < first) < first < min(sums)
+    assert max(sums) < max(each for each in barriers if each < second) < second
+    begins = [place for place, name in enumerate(code) if name.startswith("PREEXIT")]
+    assert len(begins) == 1
+    assert begins[0] > second
+
+
 def test_only_newer_devices_get_multimem() -> None:
     """Other families have no such instruction, and the module is refused for older devices."""
     with pytest.raises(CapabilityError, match=r"compute capability 9\.0, this GPU has 8\.9"):
@@ -331,7 +356,7 @@ def test_the_largest_input_fits_and_one_more_does_not(algorithm: str, world_size
         # Every rank has the same number of whole vectors in the memory of all.
         assert most % (world_size * kernel_layout.VECTOR_BYTES) == 0
         assert layout.staging_bytes - world_size * kernel_layout.VECTOR_BYTES < most <= layout.staging_bytes
-    elif algorithm == "staged_all_gather":
+    elif algorithm in ("staged_all_gather", "multimem_one_shot"):
         assert most == layout.staging_bytes
     elif algorithm.startswith("pull"):
         assert required_staging(most) == layout.staging_bytes

@@ -56,6 +56,7 @@ ONLY = {
     "staged_in_order_of_the_tensor": "multimem_two_shot",
     "results_read_before_all_have_stored": "multimem_two_shot",
     "every_rank_sums_every_shard": "multimem_two_shot",
+    "staged_again_before_all_have_summed": "multimem_one_shot",
     "staging_reused_too_early": "staged_all_gather",
     "parts_read_before_they_are_staged": "staged_all_gather",
 }

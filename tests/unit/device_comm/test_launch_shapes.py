@@ -48,6 +48,7 @@ def group(world_size: int, arch: str = "sm_90", **changes: Any) -> GroupFacts:
             "pull_one_shot",
             "pull_two_shot",
             "multimem_two_shot",
+            "multimem_one_shot",
             "push_all_gather",
             "staged_all_gather",
         ]

@@ -28,6 +28,7 @@ AMPLE = Capacity(
     pull_one_shot=64 * MIB,
     pull_two_shot=64 * MIB,
     multimem_two_shot=64 * MIB,
+    multimem_one_shot=64 * MIB,
     push_reduce_scatter=64 * MIB,
     push_all_gather=64 * MIB,
     staged_all_gather=64 * MIB,
@@ -55,6 +56,7 @@ GROUPS = st.builds(
     has_nvlink=st.booleans(),
     is_exportable=st.booleans(),
     has_multicast=st.booleans(),
+    multimem_one_shot_bytes=st.sampled_from([0, 0, MIB]),
     is_deterministic=st.booleans(),
     is_enabled=st.sampled_from([True, True, True, False]),
     capacity=st.one_of(
@@ -241,6 +243,44 @@ def test_multimem_has_a_range(arch: str, world_size: int, first: int, last: int)
         )
         assert of(first, with_(facts, capacity=with_capacity(AMPLE, 0))).algorithm is not (
             Algorithm.MULTIMEM_TWO_SHOT
+        )
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 8])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_one_shot_multimem_serves_only_who_asked_for_it(arch: str, world_size: int) -> None:
+    """From 256 KiB up to the limit that the setting names, eager and captured; no table chooses it."""
+    plain = with_(H200, arch=arch, world_size=world_size, has_multicast=True)
+    facts = with_(plain, multimem_one_shot_bytes=MIB)
+    assert uses_multimem(facts, PolicyTable(thresholds=()))
+    for in_graph in (False, True):
+        for nbytes in (256 * KIB, 256 * KIB + 2, MIB):
+            call = at(ALL_REDUCE, nbytes=nbytes, in_graph=in_graph)
+            plan = choose(facts, call)
+            assert (plan.algorithm, plan.piece_bytes) == (Algorithm.MULTIMEM_ONE_SHOT, nbytes)
+            assert plan.reason == f"{nbytes} bytes are at most the {MIB} of cuda.multimem_one_shot_bytes"
+            for changes in (
+                {"multimem_one_shot_bytes": 0},
+                {"has_multicast": False},
+                {"has_nvlink": False},
+                {"is_deterministic": True},
+                {"arch": "sm_80"},
+                {"is_enabled": False},
+            ):
+                without = with_(facts, **changes)
+                assert choose(without, call).algorithm is not Algorithm.MULTIMEM_ONE_SHOT, changes
+            small = msgspec.structs.replace(AMPLE, multimem_one_shot=nbytes - 16)
+            assert choose(with_(facts, capacity=small), call) == choose(with_(plain, capacity=small), call)
+        for nbytes in (256 * KIB - 2, MIB + 2):
+            call = at(ALL_REDUCE, nbytes=nbytes, in_graph=in_graph)
+            assert choose(facts, call) == choose(plain, call)
+        for operation in ("reduce_scatter", "all_gather"):
+            call = at(ALL_REDUCE, operation=operation, nbytes=MIB, in_graph=in_graph)
+            assert choose(facts, call) == choose(plain, call)
+    assert not uses_multimem(with_(facts, arch="sm_80"), BUILT_IN)
+    with pytest.raises(msgspec.ValidationError, match="multimem_one_shot"):
+        msgspec.convert(
+            {**msgspec.to_builtins(BUILT_IN.thresholds[0]), "algorithm": "multimem_one_shot"}, Threshold
         )
 
 

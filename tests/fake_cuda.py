@@ -56,6 +56,7 @@ __all__ = [
     "FakeGraph",
     "StreamPoint",
     "Work",
+    "copy_of",
     "fake_cubin",
     "fake_devices",
     "violations",
@@ -353,7 +354,7 @@ class FakeDriver(FakeMulticast):
         call = known[2]
         self.queue(stream, known[1])
         if stream in self._capturing:
-            graph, then = self._capturing[stream], _copy_of(arguments)
+            graph, then = self._capturing[stream], copy_of(arguments)
             graph.launches.append(known[1])
             if call is not None:
                 graph.steps.append(lambda: call(*shape, then))
@@ -473,7 +474,7 @@ class FakeDriver(FakeMulticast):
         self._closed = True
 
 
-def _copy_of(arguments: PreparedLaunch) -> PreparedLaunch:
+def copy_of(arguments: PreparedLaunch) -> PreparedLaunch:
     """Return a copy of the arguments, because a graph keeps those of the capture."""
     if not arguments.word_of:
         return PreparedLaunch([])

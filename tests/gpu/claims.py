@@ -14,9 +14,8 @@ _WHOLE_SUITE = "`make test` runs the whole suite, a session on a GPU does not"
 _ONE_GPU = "needs several GPUs"
 
 NOT_LAUNCHED = (
-    *("push_add_rms_norm_fp8", "push_two_shot_add_rms_norm_fp8", "add_rms_norm_fp8"),
-    *("push_add_rms_norm_nvfp4", "push_two_shot_add_rms_norm_nvfp4", "add_rms_norm_nvfp4"),
-    *("push_moe_finalize", "moe_finalize", "multimem_two_shot", "multimem_one_shot"),
+    "multimem_two_shot",
+    "multimem_one_shot",
 )
 """Kernels that no test on a device runs: statements below say so."""
 
@@ -88,14 +87,19 @@ CLAIMS: dict[str, tuple[Statement, ...]] = {
     ),
     "CUDA norms with 8 or 4 bits, sums of experts": (
         Statement(
-            "norms with an output of 8 or 4 bits, and sums of experts, give the defined bits",
-            why_not="no test on a device launches these kernels",
+            "norms with an output of 8 or 4 bits, and sums of experts, fused and alone, give the defined bits, all"
+            " ranks in one launch",
+            ("emulation::emulated_ranks_fuse_norms_and_sums_of_experts",),
         ),
     ),
     "CUDA dispatch and combine of experts": (
         Statement(
             "tokens are dispatched to experts and combined with the defined bits, all ranks in one launch",
             ("emulation::emulated_ranks_exchange_their_tokens",),
+        ),
+        Statement(
+            "a graph of both can be replayed with other tokens",
+            ("emulation::emulated_exchanges_can_be_replayed",),
         ),
     ),
     "CUDA multimem, mailboxes of clusters": (

@@ -22,6 +22,7 @@ __all__ = [
     "compile_text",
     "measured_us",
     "program_source",
+    "to_bytes",
     "u32",
     "u64",
 ]

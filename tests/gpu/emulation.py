@@ -105,7 +105,12 @@ class Emulation:
         driver.stream_synchronize(self.stream)
         self._mark = memory.mark()
 
-    def _launch(self, kernel: str, items: int, arguments: Sequence[bytes], fewest: int = 128) -> None:
+    def begin(self) -> None:
+        """Forget the tensors of the previous call."""
+        self.memory.back_to(self._mark)
+
+    def launch(self, kernel: str, items: int, arguments: Sequence[bytes], fewest: int = 128) -> None:
+        """Run a kernel on all ranks with at least `fewest` threads per block; wait until it has ended."""
         family = family_of(kernel)
         if family not in self._modules:
             self._modules[family] = self.driver.module_load(self._cubin(family))
@@ -113,7 +118,9 @@ class Emulation:
         most = max(1, self.driver.multiprocessors() // self.world_size)
         threads = next((each for each in (128, 256, 512) if each >= fewest and items <= each * most), 512)
         grid = (blocks_for(items, threads, most), self.world_size)
-        prepared = PreparedLaunch([u64(self._params), *arguments])
+        # A kernel that waits for nobody has no `Params`.
+        params = [u64(self._params)] if kernel.startswith(("push", "pull", "staged")) else []
+        prepared = PreparedLaunch([*params, *arguments])
         self.driver.launch_cooperative(function, grid, threads, self.stream, prepared)
         self.driver.stream_synchronize(self.stream)
 
@@ -129,14 +136,14 @@ class Emulation:
             produced: Elements of a result.
         """
         memory, dtype = self.memory, inputs[0].dtype
-        memory.back_to(self._mark)
+        self.begin()
         first = [memory.put(each) for each in inputs]
         if kernel.startswith("pull"):
             # Every rank has a table of all inputs; here the ranks can share one.
             first = [memory.table(first)] * self.world_size
         outputs = [memory.room(produced * dtype.itemsize) for _ in inputs]
         arguments = [u64(memory.table(first)), u64(memory.table(outputs)), u64(count)]
-        self._launch(kernel, work_items(kernel, count * dtype.itemsize, self.world_size), arguments)
+        self.launch(kernel, work_items(kernel, count * dtype.itemsize, self.world_size), arguments)
         return [memory.get(output, produced, dtype) for output in outputs]
 
     def norm(
@@ -144,7 +151,7 @@ class Emulation:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each rank's (normed, sum with the residual) of a kernel of `FUSED`."""
         memory = self.memory
-        memory.back_to(self._mark)
+        self.begin()
         rows, hidden = inputs[0].shape
         count = rows * hidden
         tables = [
@@ -155,7 +162,7 @@ class Emulation:
         arguments = [u64(memory.table(each)) for each in tables]
         arguments += [u32(rows), u32(hidden), struct.pack("<f", _EPS)]
         lanes = kernel_layout.GROUP_LANES
-        self._launch(kernel, rows * lanes, arguments, fewest=lanes)
+        self.launch(kernel, rows * lanes, arguments, fewest=lanes)
         normed, total = ([memory.get(each, count, self.dtype) for each in table] for table in tables[3:])
         return list(zip(normed, total, strict=True))
 

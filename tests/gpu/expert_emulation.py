@@ -17,6 +17,7 @@ from device_comm.cuda.kernel_layout import WorkspaceLayout
 from tests.expert_ranks import (
     Case,
     ThreadMeeting,
+    a_case,
     call_of,
     cases,
     reference,
@@ -24,13 +25,21 @@ from tests.expert_ranks import (
     structure,
     tensors_of,
 )
-from tests.gpu.device import Gpu, Memory, u64
+from tests.gpu.device import Gpu, Memory, to_bytes, u64
 from tests.gpu.emulation import Cubin
 from tests.gpu.values import DTYPES, expect_equal, random_words
 
-__all__ = ["ExpertEmulation", "check_experts", "experts_of_one_variant"]
+__all__ = [
+    "CapturedExchange",
+    "ExpertEmulation",
+    "check_experts",
+    "experts_of_one_variant",
+    "replayed_cases",
+    "replays_of_one_variant",
+]
 
 ARENA_BYTES = 1 << 20
+REPLAYS = 6
 _THREADS = 256
 
 
@@ -71,13 +80,20 @@ class ExpertEmulation:
         """Forget the tensors of the previous case."""
         self.memory.back_to(self._mark)
 
-    def launch(self, kernel: str, structures: Sequence[bytes]) -> None:
-        """Run a kernel on all ranks, each with its arguments."""
+    def prepare(self, structures: Sequence[bytes]) -> PreparedLaunch:
+        """Copy the ranks' arguments of a kernel to the device."""
+        return PreparedLaunch([u64(self._params), u64(self.memory.put(b"".join(structures)))])
+
+    def queue(self, kernel: str, prepared: PreparedLaunch) -> None:
+        """Queue a kernel for all ranks, or record it in a capture."""
         function = self.driver.module_function(self._module, kernel)
         # One grid for all launches, as the flags need.
         blocks = max(1, min(16, self.driver.multiprocessors() // self.world_size))
-        prepared = PreparedLaunch([u64(self._params), u64(self.memory.put(b"".join(structures)))])
         self.driver.launch_cooperative(function, (blocks, self.world_size), _THREADS, self.stream, prepared)
+
+    def launch(self, kernel: str, structures: Sequence[bytes]) -> None:
+        """Run a kernel on all ranks, each with its arguments."""
+        self.queue(kernel, self.prepare(structures))
         self.driver.stream_synchronize(self.stream)
 
     def expect_no_failure(self) -> None:
@@ -180,11 +196,15 @@ def _check_combine(
 
     with ThreadPoolExecutor(size) as pool:
         for rank, right in enumerate(pool.map(summed, range(size))):
-            found = memory.get(outputs[rank], right.numel(), dtype).view(right.shape)
-            # Which NaN a sum is is not promised.
-            expect_equal(found.masked_fill(found.isnan(), 0.5), right.masked_fill(right.isnan(), 0.5), "sums")
-            if not torch.equal(found.isnan(), right.isnan()):
-                raise AssertionError(f"rank {rank}: other sums are NaN")
+            _expect_sums(memory.get(outputs[rank], right.numel(), dtype), right, rank)
+
+
+def _expect_sums(found: torch.Tensor, right: torch.Tensor, rank: int) -> None:
+    found = found.view(right.shape)
+    # Which NaN a sum is is not promised.
+    expect_equal(found.masked_fill(found.isnan(), 0.5), right.masked_fill(right.isnan(), 0.5), "sums")
+    if not torch.equal(found.isnan(), right.isnan()):
+        raise AssertionError(f"rank {rank}: other sums are NaN")
 
 
 def experts_of_one_variant(driver: Gpu, world: int, dtype: str, cubin: Cubin, deadline_s: float = 2.0) -> int:
@@ -198,3 +218,103 @@ def experts_of_one_variant(driver: Gpu, world: int, dtype: str, cubin: Cubin, de
     finally:
         emulation.close()
     return 4 * len(everything)
+
+
+class CapturedExchange:
+    """A graph of a dispatch and a combine of the rows that it brought, of all ranks, as if each expert did nothing."""
+
+    def __init__(self, emulation: ExpertEmulation, case: Case, *, is_compact: bool) -> None:
+        """Copy a case to the device and capture both kernels; nothing has run yet."""
+        self.emulation, self.is_compact = emulation, is_compact
+        memory, size = emulation.memory, emulation.world_size
+        max_rows = size * case.capacity if is_compact else None
+        emulation.begin()
+        dispatches, combines = [], []
+        self._inputs: list[list[int]] = []
+        self._sums: list[int] = []
+        for rank in range(size):
+            call, tensors, ids = call_of(case, rank, max_rows), tensors_of(case, rank), case.ids[rank]
+            placement = case.placement(rank)
+            self._inputs.append([memory.put(each) for each in (ids, *tensors)])
+            outputs = [memory.room(call.rows * nbytes) for nbytes in call.row_bytes]
+            ids_out, local = memory.room(call.rows * call.topk * 8), memory.room(call.rows * call.topk * 8)
+            tables = [memory.put(placement.owners), memory.put(placement.local)]
+            places, lost = memory.room(ids.shape[0] * size * 4), memory.room(ids.shape[0])
+            received = memory.room(4 * (size + 1))
+            own_ids, *own = self._inputs[-1]
+            words = call.words()
+            addresses = [own_ids, ids_out, local, *tables, places, lost, received]
+            call.fill(words, 0, own, outputs, addresses, ids.shape[0])
+            dispatches.append(structure(words))
+            combine = CombineCall(
+                slot_bytes=combine_slot_bytes(case.capacity, call.row_bytes[0]),
+                row_bytes=call.row_bytes[0],
+                topk=call.topk,
+                capacity=case.capacity,
+                rows=call.rows,
+                is_compact=is_compact,
+            )
+            self._sums.append(memory.room(ids.shape[0] * call.row_bytes[0]))
+            words = combine.words()
+            combine.fill(
+                words, 0, [outputs[0], 0, local, received, places, lost, self._sums[-1]], ids.shape[0]
+            )
+            combines.append(structure(words))
+        driver, stream = emulation.driver, emulation.stream
+        prepared = [emulation.prepare(each) for each in (dispatches, combines)]
+        driver.begin_capture(stream)
+        emulation.queue("expert_dispatch", prepared[0])
+        emulation.queue("expert_combine", prepared[1])
+        self._graph = driver.end_capture(stream)
+
+    def replay(self, case: Case) -> None:
+        """Replace the inputs by those of a case of the same shape, replay, and compare the sums of all ranks.
+
+        Raises:
+            WrongResultError: A sum has other bits.
+        """
+        emulation, meeting = self.emulation, ThreadMeeting(self.emulation.world_size)
+        driver, stream = emulation.driver, emulation.stream
+        for rank, addresses in enumerate(self._inputs):
+            for address, tensor in zip(addresses, (case.ids[rank], *tensors_of(case, rank)), strict=True):
+                driver.memcpy_htod(address, to_bytes(tensor))
+        driver.stream_synchronize(0)
+        driver.replay(self._graph, stream)
+        driver.stream_synchronize(stream)
+
+        def summed(rank: int) -> torch.Tensor:
+            routed = _reference(case, meeting, rank)
+            return all2all.combine(meeting.communicator(rank), routed.hidden_states, routed)
+
+        with ThreadPoolExecutor(emulation.world_size) as pool:
+            for rank, right in enumerate(pool.map(summed, range(emulation.world_size))):
+                found = emulation.memory.get(self._sums[rank], right.numel(), emulation.dtype)
+                _expect_sums(found, right, rank)
+        emulation.expect_no_failure()
+
+    def close(self) -> None:
+        """Give the graph back."""
+        self.emulation.driver.forget(self._graph)
+
+
+def replayed_cases(world: int, dtype: torch.dtype) -> list[Case]:
+    """Return cases of one shape, of which each sends other rows to other ranks; some rows do not fit."""
+    tokens = [(7, 0, 12, 1, 9, 2, 30, 5)[rank] for rank in range(world)]
+    owners = [each % world for each in (3, 1, 1, 0, 2, 3, 0, 1, 0, 6, 7, 5)]
+    # Steps of 6 keep the dtype of the ids and whether there are weights.
+    return [a_case(world, dtype, tokens, 3, owners, 6, 12 + 6 * number) for number in range(REPLAYS)]
+
+
+def replays_of_one_variant(driver: Gpu, world: int, dtype: str, cubin: Cubin, deadline_s: float = 2.0) -> int:
+    """Replay a padded and then a compact graph, each with every case; return the number of replays."""
+    emulation = ExpertEmulation(driver, world, dtype, partial(cubin, world, dtype), deadline_s)
+    try:
+        made = replayed_cases(world, DTYPES[dtype])
+        for is_compact in (False, True):
+            captured = CapturedExchange(emulation, made[0], is_compact=is_compact)
+            for case in made:
+                captured.replay(case)
+            captured.close()
+    finally:
+        emulation.close()
+    return 2 * len(made)

@@ -47,7 +47,6 @@ NOT_SHOWN = (
     "several GPUs: no byte has crossed from one GPU to another",
     "NVLink and PCIe: order, speed and failures of links",
     "multimem (NVLink SHARP): it needs several GPUs and a switch",
-    "norms with an output of 8 or 4 bits, sums of experts: compiled and loaded, not launched",
     "speed beside other libraries: one GPU cannot show it",
 )
 """What a single GPU cannot show, whatever passes."""

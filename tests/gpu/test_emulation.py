@@ -17,7 +17,8 @@ import pytest
 from device_comm.cuda.kernels import FAMILIES, KernelCache, KernelVariant, family_of
 from tests.gpu.device import GpuDriver, arch_of, compile_mutant
 from tests.gpu.emulation import EMULATED, compiled, one_variant
-from tests.gpu.expert_emulation import experts_of_one_variant
+from tests.gpu.expert_emulation import experts_of_one_variant, replays_of_one_variant
+from tests.gpu.fused_emulation import FUSED_EMULATED, fused_of_one_variant
 from tests.gpu.notes import GpuRank, gpu_body
 from tests.gpu.patches import patched_source
 from tests.gpu.running import GpuRun, on_gpu
@@ -26,7 +27,7 @@ from tests.probes import compute_sanitizer, requires
 
 ROOT = Path(__file__).parents[2]
 WORLDS = (2, 4, 8)
-LAUNCHED = {family_of(kernel) for kernel in EMULATED} | {"expert"}
+LAUNCHED = {family_of(kernel) for kernel in (*EMULATED, *FUSED_EMULATED)} | {"expert"}
 
 
 @gpu_body
@@ -67,6 +68,24 @@ def exchange(me: GpuRank, world: int) -> None:
     cubin = compiled(arch_of(driver), me.cache)
     total = sum(experts_of_one_variant(driver, world, dtype, cubin) for dtype in DTYPES)
     me.figure(f"expert-parallel calls compared bit by bit, {world} ranks", total, "calls")
+    driver.close()
+
+
+@gpu_body
+def replay_exchanges(me: GpuRank, world: int) -> None:
+    driver = GpuDriver(0)
+    cubin = compiled(arch_of(driver), me.cache)
+    total = sum(replays_of_one_variant(driver, world, dtype, cubin) for dtype in DTYPES)
+    me.figure(f"replayed expert-parallel exchanges compared bit by bit, {world} ranks", total, "replays")
+    driver.close()
+
+
+@gpu_body
+def fused(me: GpuRank, world: int) -> None:
+    driver = GpuDriver(0)
+    cubin = compiled(arch_of(driver), me.cache)
+    total = sum(fused_of_one_variant(driver, world, dtype, cubin) for dtype in DTYPES)
+    me.figure(f"fused calls compared bit by bit, {world} ranks", total, "calls")
     driver.close()
 
 
@@ -124,6 +143,20 @@ def test_emulated_ranks_get_the_right_bits(gpu: GpuRun, world: int) -> None:
 def test_emulated_ranks_exchange_their_tokens(gpu: GpuRun, world: int) -> None:
     """Rows, local ids and sums of the expert-parallel kernels have the bits of `all2all.py` on the CPU."""
     gpu.run(exchange, world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@on_gpu(3, 30)
+def test_emulated_exchanges_can_be_replayed(gpu: GpuRun, world: int) -> None:
+    """A graph of a dispatch and a combine gives the bits of the CPU for tokens that change between replays."""
+    gpu.run(replay_exchanges, world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@on_gpu(4, 30)
+def test_emulated_ranks_fuse_norms_and_sums_of_experts(gpu: GpuRun, world: int) -> None:
+    """Norms with an output of 8 bits (a scale per tensor or per token) or 4, and sums of experts, as torch has them."""
+    gpu.run(fused, world)
 
 
 @on_gpu(3, 15)

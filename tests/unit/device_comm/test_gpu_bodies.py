@@ -19,7 +19,7 @@ from device_comm.cuda.driver import PreparedLaunch
 from device_comm.cuda.kernels import family_of
 from shm_broadcast.errors import CudaError, UsageError
 from tests.expert_ranks import cases
-from tests.fake_cuda import FakeDriver, FakeGraph, fake_cubin, fake_devices
+from tests.fake_cuda import FakeDriver, FakeGraph, copy_of, fake_cubin, fake_devices
 from tests.gpu import test_figures as figures
 from tests.gpu import test_patterns as patterns
 from tests.gpu import test_probe as probe
@@ -28,7 +28,15 @@ from tests.gpu.comparison import take_turns
 from tests.gpu.controls import CONTROLS, DELAYS_ALONE
 from tests.gpu.device import compile_mutant, compile_text, program_source
 from tests.gpu.emulation import Emulation, check_variant
-from tests.gpu.expert_emulation import ExpertEmulation, check_experts, experts_of_one_variant
+from tests.gpu.expert_emulation import (
+    CapturedExchange,
+    ExpertEmulation,
+    check_experts,
+    experts_of_one_variant,
+    replayed_cases,
+    replays_of_one_variant,
+)
+from tests.gpu.fused_emulation import Rows, check_finalize, check_quantised, fused_of_one_variant
 from tests.gpu.loopback import Loopback, Timer, two_shot_bytes
 from tests.gpu.notes import Notes, read_notes
 from tests.gpu.patches import FOLDERS, patched_source
@@ -64,6 +72,17 @@ class FakeGpu(FakeDriver):
     ) -> None:
         if grid[0] * grid[1] > self.multiprocessors() or self.library is None:
             raise self._error("launch_cooperative", 720)
+        if (graph := self._capturing.get(stream)) is not None:
+            then = copy_of(arguments)
+            graph.launches.append(self.rows[function])
+            graph.steps.append(lambda: self._run_rows(function, grid, block_x, then))
+            return
+        self._run_rows(function, grid, block_x, arguments)
+
+    def _run_rows(
+        self, function: int, grid: tuple[int, int], block_x: int, arguments: PreparedLaunch
+    ) -> None:
+        assert self.library is not None
         name = self.rows[function].encode()
         sizes = [ctypes.c_uint(each) for each in (*grid, block_x)]
         if self.library.launch_rows(name, *sizes, ctypes.c_void_p(arguments.pointers)):
@@ -173,6 +192,63 @@ def test_the_emulation_compares_exchanges_of_tokens(folder: Path, tmp_path: Path
     emulation.launch = lambda kernel, structures: right(kernel, structures[::-1])  # type: ignore[method-assign]
     with pytest.raises(WrongResultError, match="differ"):
         check_experts(emulation, cases(2, torch.bfloat16)[0], is_compact=False)
+    emulation.close()
+    assert driver.leaks() == []
+    driver.release()
+
+
+@pytest.mark.slow
+def test_the_emulation_compares_fused_calls(folder: Path, tmp_path: Path) -> None:
+    """Norms with 8 and 4 bits and sums of experts, fused and alone; a wrong scale and a wrong rank are noticed."""
+    library = build_host_library(2, "bfloat16", folder, emulate=True)
+    driver = FakeGpu(tmp_path, 0, library)
+    cubin = partial(lambda built, *_: fake_cubin(built), library)
+    norms, experts = ((1, 64), (3, 1024), (2, 2560)), ((3, 64, 2), (5, 40, 8), (4, 16, 0))
+    shapes: dict[str, Any] = {"norms": norms, "sums": experts, "deadline_s": 20.0}
+    # One of the shapes is too narrow for two shots.
+    assert fused_of_one_variant(driver, 2, "bfloat16", cubin, **shapes) == 3 * (3 * 3 - 1) + 2 * 2 * 3
+    emulation = Emulation(driver, 2, "bfloat16", lambda _family: fake_cubin(library), largest=4096)
+    right = emulation.launch
+
+    def other_scale(kernel: str, items: int, arguments: list[bytes], fewest: int) -> None:
+        right(kernel, items, [*arguments[:-2], arguments[1], arguments[-1]], fewest)
+
+    given = Rows.of(emulation, 2, 128)
+    for kernel in ("push_add_rms_norm_fp8", "add_rms_norm_nvfp4"):
+        check_quantised(emulation, kernel, given, torch.tensor([0.5]))
+        emulation.launch = other_scale  # type: ignore[assignment]
+        with pytest.raises(WrongResultError, match=f"{kernel} of 2 x 128, one scale: "):
+            check_quantised(emulation, kernel, given, torch.tensor([0.5]))
+        emulation.launch = right  # type: ignore[method-assign]
+    emulation.launch = lambda kernel, *rest: right("moe_finalize", *rest)  # type: ignore[method-assign,misc]
+    with pytest.raises(WrongResultError, match="push_moe_finalize of 3 x 64, 2 experts, rank 0"):
+        check_finalize(emulation, 3, 64, 2, has_shared=True)
+    emulation.close()
+    assert driver.leaks() == []
+    driver.release()
+
+
+@pytest.mark.slow
+def test_the_emulation_replays_exchanges_of_tokens(folder: Path, tmp_path: Path) -> None:
+    """Each replay reads new tokens; sums of the tokens before are noticed."""
+    library = build_host_library(2, "bfloat16", folder, emulate=True)
+    driver = FakeGpu(tmp_path, 0, library)
+    cubin = partial(lambda built, *_: fake_cubin(built), library)
+    assert replays_of_one_variant(driver, 2, "bfloat16", cubin, 20.0) == 12
+    emulation = ExpertEmulation(driver, 2, "bfloat16", lambda _family: fake_cubin(library), 20.0)
+    first, second, *_ = replayed_cases(2, torch.bfloat16)
+    captured = CapturedExchange(emulation, first, is_compact=True)
+    captured.replay(first)
+    # The ids of another case with the tokens of this one.
+    mixed = dataclasses.replace(second, hidden=first.hidden)
+    captured.replay(mixed)
+    run = driver.replay
+    driver.replay = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(WrongResultError, match="sums"):
+        captured.replay(second)
+    driver.replay = run  # type: ignore[method-assign]
+    captured.replay(second)
+    captured.close()
     emulation.close()
     assert driver.leaks() == []
     driver.release()

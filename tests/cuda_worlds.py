@@ -25,9 +25,13 @@ def cuda_world(
     faults: FakeFaults | None = None,
     meets: bool = True,
     devices: Sequence[FakeDevice] | None = None,
+    kept: int = 0,
     **settings: Any,
 ) -> Iterator[tuple[GroupCoordinator, CudaCommunicator, FakeDriver]]:
-    """Join a world; yield its group, a communicator over the fake driver, and the driver."""
+    """Join a world; yield its group, a communicator over the fake driver, and the driver.
+
+    Check at the end that nothing is left but `kept` allocations, which peers may have had open.
+    """
     shared = directory / "device"
     shared.mkdir(exist_ok=True)
     chosen = {"arena_bytes": 1 << 16, "staging_bytes": 1 << 16, "kernel_cache": str(directory / "cache")}
@@ -46,6 +50,8 @@ def cuda_world(
             communicator.destroy()
             if meets:
                 group.barrier()
-            assert driver.leaks() == []
+            left = driver.leaks()
+            assert len(left) == kept, left
+            assert all(each.startswith("memory memory-") for each in left), left
             driver.release()
             assert violations(shared) == []

@@ -345,12 +345,16 @@ class FakeMemory(Driver):
         data = value.to_bytes(4, "little") * count
         self._ordered("memset_d32", stream, lambda: _write(address, data))
 
-    def memcpy_dtoh(self, address: int, nbytes: int) -> bytes:
+    def memcpy_dtoh(self, address: int, nbytes: int, stream: int = 0) -> bytes:
         self._enter("memcpy_dtoh", in_capture=False)
+        if stream == 0:
+            # The legacy stream waits for all streams but those that were made not to.
+            self._synchronize("memcpy_dtoh")
         return ctypes.string_at(address, nbytes)
 
     def memcpy_htod(self, address: int, data: bytes) -> None:
         self._enter("memcpy_htod", in_capture=False)
+        self._synchronize("memcpy_htod")
         _write(address, data)
 
     def memcpy_dtod(self, destination: int, source: int, nbytes: int, stream: int) -> None:

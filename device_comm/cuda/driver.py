@@ -153,8 +153,8 @@ class Driver(Protocol):
     def memset_d32(self, address: int, value: int, count: int, stream: int) -> None:
         """Store `value` in `count` 32-bit words, queued on `stream`."""
 
-    def memcpy_dtoh(self, address: int, nbytes: int) -> bytes:
-        """Return bytes of device memory. Blocks until work on the legacy stream is done."""
+    def memcpy_dtoh(self, address: int, nbytes: int, stream: int = 0) -> bytes:
+        """Return bytes of device memory. Blocks until work on `stream` is done, by default the legacy stream."""
 
     def memcpy_htod(self, address: int, data: bytes) -> None:
         """Write bytes to device memory. Blocks until work on the legacy stream is done."""

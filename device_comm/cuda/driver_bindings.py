@@ -282,11 +282,6 @@ class CudaDriver(MulticastCalls, StreamCalls, Driver):
     def memset_d32(self, address: int, value: int, count: int, stream: int) -> None:
         self._in_context("cuMemsetD32Async", address, value, count, self._stream(stream))
 
-    def memcpy_dtoh(self, address: int, nbytes: int) -> bytes:
-        data = ctypes.create_string_buffer(nbytes)
-        self._in_context("cuMemcpyDtoH", ctypes.addressof(data), address, nbytes)
-        return data.raw
-
     def memcpy_htod(self, address: int, data: bytes) -> None:
         source = (ctypes.c_char * len(data)).from_buffer_copy(data)
         self._in_context("cuMemcpyHtoD", address, ctypes.addressof(source), len(data))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, Final, Protocol
 
 __all__ = ["MulticastCalls", "StreamCalls"]
@@ -57,7 +58,7 @@ class MulticastCalls:
 
 
 class StreamCalls:
-    """The calls that make a stream, wait for one and destroy it."""
+    """The calls that make a stream, wait for one and destroy it, and one that queues a copy and waits for it."""
 
     def stream_create(self: _Caller) -> int:
         return int(self._in_context("cuStreamCreate", _NON_BLOCKING))
@@ -68,6 +69,13 @@ class StreamCalls:
 
     def stream_synchronize(self: _Caller, stream: int) -> None:
         self._in_context("cuStreamSynchronize", self._stream(stream))
+
+    def memcpy_dtoh(self: _Caller, address: int, nbytes: int, stream: int = 0) -> bytes:
+        data = ctypes.create_string_buffer(nbytes)
+        queue = self._stream(stream)
+        self._in_context("cuMemcpyDtoHAsync", ctypes.addressof(data), address, nbytes, queue)
+        self._in_context("cuStreamSynchronize", queue)
+        return data.raw
 
 
 def _properties(api: Any, handle_kind: Any, devices: int, nbytes: int) -> Any:

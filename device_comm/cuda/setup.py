@@ -17,6 +17,7 @@ from device_comm.cuda.custom.launches import CubinSource
 from device_comm.cuda.custom.peer_access import PROBE_BYTES, verify_peer_access
 from device_comm.cuda.custom.peer_memory import PeerMemory
 from device_comm.cuda.custom.peer_messages import Kind, PeerExchange
+from device_comm.cuda.custom.release import release_together, release_when_idle
 from device_comm.cuda.custom.resources import CustomContext
 from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import Driver
@@ -166,13 +167,16 @@ def _verify(context: CommunicatorContext, peers: PeerExchange, driver: Driver, d
     region = PeerMemory.create(
         *(driver, peers, PROBE_BYTES * context.world_size, context.health.lost), timeout_s=context.timeout_s
     )
+    where = context.health.where("the test of peer access")
     try:
         failure = verify_peer_access(driver, peers, region.addresses, directory)
     except BaseException:
         # The other ranks may not take part in another round.
-        region.close(None)
+        release_when_idle(driver, where, lambda _is_awaited: region.close(None))
         raise
-    region.close(peers.meet)
+    release_together(
+        *(driver, where, peers), lambda is_together: region.close(peers.meet if is_together else None)
+    )
     if failure:
         raise CapabilityError(failure, requirement="writes that arrive at peers")
     return region.kind

@@ -40,10 +40,12 @@ memory = driver.mem_alloc(64)
 driver.memset_d32(memory, 0xFFFFFFFF, 2, 0)
 own = driver.stream_create()
 driver.stream_synchronize(own)
+words = driver.memcpy_dtoh(memory, 8, own).hex()
 driver.stream_destroy(own)
 driver.memcpy_htod(memory + 8, b"abcd")
 driver.memcpy_dtod(memory + 12, memory + 8, 4, 9)
 seen = driver.memcpy_dtoh(memory, 20).hex()
+assert words == seen[:16]
 driver.mem_free(memory)
 host, device = driver.host_alloc_mapped(16)
 zeroed = ctypes.string_at(host, 16).hex()
@@ -182,6 +184,8 @@ def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any
         f"cuLaunchKernelEx 0x258 34 1 1 128 1 1 0 0x2bc {1 << 40} 8 (nil)",
         f"cuLaunchKernelEx 0x258 34 1 1 128 1 1 0 0x9 {1 << 40} 8 (nil)",
         f"cuLaunchKernelEx 0x258 36 1 1 256 1 1 0 0x9 {1 << 40} 8 (nil) cluster 4 1 1 attribute 6 1",
+        "cuMemcpyDtoHAsync 8 0x2bc",
+        "cuMemcpyDtoHAsync 20 (nil)",
         "cuStreamCreate 1",
         "cuStreamSynchronize 0x2bc",
         "cuStreamDestroy 0x2bc",

@@ -137,13 +137,15 @@ def _look(driver: Driver, peers: PeerExchange, addresses: Sequence[int]) -> str:
     lost: list[str] = []
     own = addresses[peers.rank]
     try:
-        for writer, (rank, address) in enumerate(zip(peers.ranks, addresses, strict=True)):
-            if driver.memcpy_dtoh(own + PROBE_BYTES * writer, PROBE_BYTES) != _pattern(writer, peers.rank):
-                lost.append(f"what rank {rank} wrote here did not arrive")
-            # Read what the peer wrote into its own region.
-            seen = driver.memcpy_dtoh(address + PROBE_BYTES * writer, PROBE_BYTES)
-            if seen != _pattern(writer, writer):
-                lost.append(f"what is in the memory of rank {rank} cannot be read here")
+        with own_stream(driver) as stream:
+            for writer, (rank, address) in enumerate(zip(peers.ranks, addresses, strict=True)):
+                seen = driver.memcpy_dtoh(own + PROBE_BYTES * writer, PROBE_BYTES, stream)
+                if seen != _pattern(writer, peers.rank):
+                    lost.append(f"what rank {rank} wrote here did not arrive")
+                # Read what the peer wrote into its own region.
+                seen = driver.memcpy_dtoh(address + PROBE_BYTES * writer, PROBE_BYTES, stream)
+                if seen != _pattern(writer, writer):
+                    lost.append(f"what is in the memory of rank {rank} cannot be read here")
     except CommError as error:
         lost.append(str(error))
     return "; ".join(lost)

@@ -20,6 +20,7 @@ from device_comm.cuda.custom.peer_messages import (
     PeerExchange,
     RegionMessage,
 )
+from device_comm.cuda.custom.release import release_together, release_when_idle
 from device_comm.cuda.driver import Driver
 from shm_broadcast.errors import CapabilityError, CommError, CudaError
 from shm_broadcast.liveness import this_process
@@ -31,6 +32,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 KINDS: Final[tuple[Kind, ...]] = ("ipc", "vmm")
 """Ways to share memory between processes, the preferred first: legacy IPC needs no thread and no descriptors."""
+
+
+_WHERE: Final = "peer memory"
 
 
 class Descriptor:
@@ -109,7 +113,7 @@ class PeerMemory:
             memory._agree(nbytes, kinds, timeout_s)
         except BaseException:
             # Without a barrier: either no peer has mapped our memory any more, or a rank is lost.
-            memory.close(None)
+            release_when_idle(driver, _WHERE, lambda _is_awaited: memory.close(None))
             raise
         return memory
 
@@ -187,14 +191,27 @@ class PeerMemory:
             if not failure:
                 failure = self._peers.failures(self._open_all(kind, regions, timeout_s))
         if failure:
-            trouble: list[str] = []
-            self._close_peers(trouble)
+            made = self._separated()
             # A rank may free its memory only after all ranks have unmapped it.
-            self._peers.meet()
-            self._is_exposed = False
-            self._free_own(trouble)
-            _report(trouble)
+            release_together(
+                *(self._driver, _WHERE, self._peers),
+                lambda is_together: made.close(self._peers.meet if is_together else None),
+            )
         return failure
+
+    def _separated(self) -> PeerMemory:
+        """Move what was made so far to an object of its own, and return that."""
+        made = PeerMemory(self._driver, self._peers, self._gone)
+        made.kind, made.nbytes, made._own, made._is_exposed = (
+            self.kind,
+            self.nbytes,
+            self._own,
+            self._is_exposed,
+        )
+        made._opened, made._mapped = self._opened, self._mapped
+        self._own, self._is_exposed, self.addresses = 0, False, ()
+        self._opened, self._mapped = {}, {}
+        return made
 
     def _allocate(self, kind: Kind, nbytes: int, offered: ExitStack) -> RegionMessage:
         """Allocate this rank's region; return the message by which the peers map it.
@@ -307,7 +324,8 @@ class PeerMemory:
         """Unmap the peers' memory, call `barrier`, free our own memory. Idempotent; raises nothing.
 
         *Collective* if `barrier` is given. *Blocks* as long as `barrier` does. The driver may also wait for other work
-        on the device. The caller has made sure that nothing in flight uses the memory.
+        on the device, of other groups too: see `release.py`. The caller has made sure that nothing in flight uses
+        the memory.
 
         With legacy IPC it is undefined behaviour to free memory that another process has mapped. The driver unmaps
         the memory of a dead peer, but a living peer may still have it mapped. Without a barrier, or if it fails,

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from device_comm.cuda.custom.peer_messages import PeerExchange
 from device_comm.cuda.driver import Driver
 from shm_broadcast.errors import CommError, CudaError
 
-__all__ = ["CAPTURE_ERRORS", "release_when_idle"]
+__all__ = ["CAPTURE_ERRORS", "release_together", "release_when_idle"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -37,13 +38,30 @@ def release_when_idle(driver: Driver, where: str, release: Callable[[bool], None
         release: Frees the memory and raises nothing. Gets whether the caller still waits for it.
     """
     waiting = _Waiting(driver, where, release)
-    thread = threading.Thread(target=waiting.run, name="group-coordinator-release", daemon=True)
+    waiting.start()
+    waiting.leave(waiting.is_idle_in_time())
+
+
+def release_together(
+    driver: Driver, where: str, peers: PeerExchange, release: Callable[[bool], None]
+) -> None:
+    """Do as `release_when_idle`, where `release` unmaps memory of peers who unmap that of this rank meanwhile.
+
+    *Collective*. *Blocks* as long as the exchange does, and as `release_when_idle`. `release` gets whether all ranks
+    call it now, so that it may wait for them. That is so if every device is idle in time. Otherwise each rank calls it
+    as soon as its own device is idle, and it must wait for no other rank.
+
+    Raises:
+        Others: As the exchange. `release` is called nevertheless, and must wait for no other rank then.
+    """
+    waiting = _Waiting(driver, where, release)
+    waiting.start()
+    is_together = False
     try:
-        thread.start()
-    except RuntimeError:
-        # There is no thread to be had, as the interpreter is ending: wait here.
-        waiting.run()
-    waiting.leave()
+        is_idle = waiting.is_idle_in_time()
+        is_together = not peers.failures("" if is_idle else "other work on the device takes longer")
+    finally:
+        waiting.leave(is_together)
 
 
 class _Waiting:
@@ -58,6 +76,15 @@ class _Waiting:
         # Whether the caller has left the release to the thread.
         self._is_left = False
         self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Wait in a thread from now on."""
+        thread = threading.Thread(target=self.run, name="group-coordinator-release", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # There is no thread to be had, as the interpreter is ending: wait here.
+            self.run()
 
     def run(self) -> None:
         """Wait until the device is idle, and release if the caller does not wait any more."""
@@ -86,9 +113,13 @@ class _Waiting:
             # The device has failed, and no kernel runs any more.
         return True
 
-    def leave(self) -> None:
-        """Release if the device is idle in time; else leave that to the thread."""
+    def is_idle_in_time(self) -> bool:
+        """Wait for `IDLE_S` at most; return whether the device has become idle."""
         self._ended.wait(IDLE_S)
+        return self._is_idle
+
+    def leave(self, is_together: bool) -> None:
+        """Release if the device is idle by now, with `is_together`; else leave that to the thread."""
         with self._lock:
             self._is_left = not self._ended.is_set()
         if self._is_left:
@@ -98,4 +129,4 @@ class _Waiting:
                 IDLE_S,
             )
         elif self._is_idle:
-            self._release(True)
+            self._release(is_together)

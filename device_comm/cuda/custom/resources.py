@@ -15,7 +15,7 @@ from device_comm.cuda.custom.multicast import MulticastMemory
 from device_comm.cuda.custom.own_stream import own_stream
 from device_comm.cuda.custom.peer_memory import PeerMemory, attempt
 from device_comm.cuda.custom.peer_messages import MAX_TEXT_CHARS, Kind, PeerExchange
-from device_comm.cuda.custom.release import release_when_idle
+from device_comm.cuda.custom.release import release_together, release_when_idle
 from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.error_record import DeathWatch, ErrorRecord
@@ -174,10 +174,10 @@ class CustomResources:
             # Also a barrier: no rank pushes into an arena before its owner has filled it with sentinels.
             failed = peers.failures(failure)
         except BaseException:
-            made.destroy(None, is_unused=True)
+            made._give_up(None)
             raise
         if failed:
-            made.destroy(peers.meet, is_unused=True)
+            made._give_up(peers)
             raise CapabilityError(
                 f"{health.where(cls.purpose)}: {failed}",
                 requirement="kernels and memory on all ranks",
@@ -279,8 +279,6 @@ class CustomResources:
         self,
         barrier: Callable[[], None] | None,
         then: Callable[[], None] | None = None,
-        *,
-        is_unused: bool = False,
     ) -> None:
         """End the kernels, unmap the peers' memory, call `barrier`, free our memory, in this order. Raises nothing.
 
@@ -290,24 +288,36 @@ class CustomResources:
         Args:
             barrier: Returns when all ranks have called it, or None.
             then: Called at the end; it raises nothing.
-            is_unused: Whether no kernel can have used the memory, which is then freed at once.
         """
         self.stop()
 
         def release(is_awaited: bool) -> None:
-            trouble: list[str] = []
-            if self._multicast is not None:
-                gave_up = self._health.is_broken or (hasattr(self, "record") and self.record.words[0] != 0)
-                self._multicast.close(is_quiet=is_unused or not gave_up)
-            self._memory.close(barrier if is_awaited else None)
-            while self._undo:
-                attempt(trouble, self._undo.pop())
-            if trouble:
-                logger.warning("%s: %s", self._health.where("destroy"), "; ".join(trouble))
+            gave_up = self._health.is_broken or (hasattr(self, "record") and self.record.words[0] != 0)
+            self._free(barrier if is_awaited else None, is_quiet=not gave_up)
             if then is not None:
                 then()
 
-        if is_unused:
-            release(True)
+        release_when_idle(self._driver, self._health.where("destroy"), release)
+
+    def _give_up(self, peers: PeerExchange | None) -> None:
+        """Free what `create` has made and no kernel has used. Collective with `peers`; without, a rank was lost."""
+        self.stop()
+        where = self._health.where(self.purpose)
+        if peers is None:
+            release_when_idle(self._driver, where, lambda _is_awaited: self._free(None, is_quiet=True))
         else:
-            release_when_idle(self._driver, self._health.where("destroy"), release)
+            release_together(
+                *(self._driver, where, peers),
+                lambda is_together: self._free(peers.meet if is_together else None, is_quiet=True),
+            )
+
+    def _free(self, barrier: Callable[[], None] | None, *, is_quiet: bool) -> None:
+        """Unmap the peers' memory, call `barrier`, free our memory; `is_quiet` as in `MulticastMemory.close`."""
+        trouble: list[str] = []
+        if self._multicast is not None:
+            self._multicast.close(is_quiet=is_quiet)
+        self._memory.close(barrier)
+        while self._undo:
+            attempt(trouble, self._undo.pop())
+        if trouble:
+            logger.warning("%s: %s", self._health.where("destroy"), "; ".join(trouble))

@@ -80,6 +80,29 @@ def test_bindings_with_other_names_are_told(known: dict[str, object]) -> None:
         links_of(SimpleNamespace(**known), "1234")
 
 
+def test_nvml_is_closed_after_each_question() -> None:
+    """It is opened and closed as often, whether it knows the device or not."""
+    opened: list[int] = []
+
+    def handle(name: str) -> int:
+        if name == "GPU-unknown":
+            raise RuntimeError(name)
+        return 1
+
+    known = SimpleNamespace(
+        init_v2=lambda: opened.append(1),
+        shutdown=lambda: opened.append(-1),
+        device_get_handle_by_uuid=handle,
+        device_get_count_v2=lambda: 0,
+        GpuP2PCapsIndex=None,
+    )
+    assert links_of(known, "1234") == {}
+    assert opened == [1, -1]
+    with pytest.raises(CapabilityError, match="unknown"):
+        links_of(known, "unknown")
+    assert opened == [1, -1, 1, -1]
+
+
 def test_bindings_without_nvml_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says which versions have it: those of the extra may not."""
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", None)

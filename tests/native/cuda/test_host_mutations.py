@@ -1,4 +1,4 @@
-"""Mistakes planted in the host side of the CUDA kernels are noticed by the tests of that side."""
+"""Mistakes planted in the host side of the CUDA plane and of NCCL are noticed by the tests of that side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MULTIPROC: Final = "tests/multiproc/device_comm"
 
 
 class Mistake(NamedTuple):
-    """A line of `device_comm/cuda` that is replaced, and the tests that must fail then."""
+    """A place in `device_comm` that is replaced, and the tests that must fail then."""
 
     file: str
     right: str
@@ -27,82 +27,254 @@ class Mistake(NamedTuple):
 
 MISTAKES: Final = {
     "streams are not ordered": Mistake(
-        "custom/streams.py",
+        "cuda/custom/streams.py",
         "            driver.stream_wait_event(stream, event)\n",
         "            pass\n",
         f"{UNIT}/test_stream_order.py",
     ),
     "one group may fill the device": Mistake(
-        "policy/shapes.py",
+        "cuda/policy/shapes.py",
         "multiprocessors // 2",
         "multiprocessors",
         f"{UNIT}/test_launch_shapes.py",
     ),
     "a grid of half a cluster": Mistake(
-        "policy/shapes.py",
+        "cuda/policy/shapes.py",
         "cluster * max(1, min(rows, most // cluster))",
         "max(1, min(cluster * rows, most - 1))",
         f"{UNIT}/test_launch_shapes.py",
     ),
     "the sums of a two-shot norm are left out of its arena": Mistake(
-        "policy/norm.py",
+        "cuda/policy/norm.py",
         "norm_arena(rows, row_vectors, world_size) <= arena",
         "norm_arena(rows, row_vectors, world_size) // 2 <= arena",
         f"{UNIT}/test_launch_shapes.py",
     ),
     "the last piece of a large sum is dropped": Mistake(
-        "custom/all_reduce.py",
+        "cuda/custom/all_reduce.py",
         "for offset in range(0, nbytes, route.piece):",
         "for offset in range(0, nbytes - route.piece, route.piece):",
         f"{MULTIPROC}/test_custom_all_reduce.py::test_a_large_deterministic_sum_goes_in_pieces",
     ),
     "input and output change places": Mistake(
-        "custom/all_reduce.py",
+        "cuda/custom/all_reduce.py",
         "        words[first] = input_\n        words[first + 1] = output\n",
         "        words[first] = output\n        words[first + 1] = input_\n",
         f"{MULTIPROC}/test_custom_all_reduce.py::test_sums_are_those_in_rank_order",
     ),
     "the epsilon of the first norm is kept": Mistake(
-        "custom/fused_calls.py",
+        "cuda/custom/fused_calls.py",
         "        if eps != self._eps:\n",
         "        if self._eps == 0.0:\n",
         f"{MULTIPROC}/test_custom_all_reduce.py::test_sums_are_those_in_rank_order",
     ),
     "our collectives wait for the end of the kernel before them": Mistake(
-        "custom/all_reduce.py",
+        "cuda/custom/all_reduce.py",
         "cluster=cluster, is_dependent=self._is_dependent",
         "cluster=cluster, is_dependent=False",
         f"{MULTIPROC}/test_cuda_communicator.py::test_all_kernels_begin_while_the_one_before_them_ends",
     ),
     "the kernels for experts wait for the end of the kernel before them": Mistake(
-        "custom/expert_parallel.py",
+        "cuda/custom/expert_parallel.py",
         "_THREADS, is_dependent=self._is_dependent",
         "_THREADS, is_dependent=False",
         f"{MULTIPROC}/test_cuda_communicator.py::test_all_kernels_begin_while_the_one_before_them_ends",
     ),
     "dependent launches cannot be switched off": Mistake(
-        "custom/all_reduce.py",
+        "cuda/custom/all_reduce.py",
         "self._is_dependent = context.settings.dependent_launch",
         "self._is_dependent = True",
         f"{MULTIPROC}/test_cuda_communicator.py::test_all_kernels_begin_while_the_one_before_them_ends",
     ),
     "a digest of the policy without its rows": Mistake(
-        "policy/decision.py",
+        "cuda/policy/decision.py",
         'numbers = [msgspec.structs.replace(row, source="") for row in table.thresholds]',
         "numbers = [row.operation for row in table.thresholds]",
         f"{UNIT}/test_policy.py",
     ),
     "attributes of a launch are lost": Mistake(
-        "driver_bindings.py",
+        "cuda/driver_bindings.py",
         "        native.numAttrs = len(attributes)\n",
         "        native.numAttrs = 0\n",
         "tests/native/test_cuda_driver.py",
     ),
     "a launch stays on the stream of the one before": Mistake(
-        "driver_bindings.py",
+        "cuda/driver_bindings.py",
         "        if stream != configuration.stream:\n",
         "        if configuration.stream < 0:\n",
         "tests/native/test_cuda_driver.py",
+    ),
+    "queued NCCL work has no deadline": Mistake(
+        "nccl/connection.py",
+        "left_s = None if within_s is None else max(within_s - (now - self._since), 0.001)",
+        "left_s = None",
+        f"{MULTIPROC}/test_nccl.py::test_queued_work_has_a_deadline",
+    ),
+    "the keeper does not ask NCCL for its error": Mistake(
+        "nccl/connection.py",
+        '        self.state("ncclCommGetAsyncError")\n        now = ',
+        "        now = ",
+        f"{MULTIPROC}/test_nccl.py::test_errors_name_the_library_and_the_call_that_failed",
+    ),
+    "a communicator that was given up is not aborted": Mistake(
+        "nccl/background.py",
+        "        if self._is_given_up:\n            self._abort()",
+        "        if False:\n            self._abort()",
+        f"{MULTIPROC}/test_nccl.py::test_a_rank_that_does_not_connect_is_named",
+    ),
+    "a communicator is finalized beneath queued work": Mistake(
+        "nccl/connection.py",
+        "            if self.progress is None or self.progress.is_done():\n"
+        "                return True\n"
+        "            if time",
+        "            return True\n            if time",
+        f"{UNIT}/test_nccl_connection.py",
+    ),
+    "a call of NCCL is never counted as returned": Mistake(
+        "nccl/connection.py",
+        "        finally:\n            self.returned = self.entered",
+        "        finally:\n            pass",
+        f"{UNIT}/test_nccl_connection.py",
+    ),
+    "the window is deregistered behind the end": Mistake(
+        "nccl/connection.py",
+        "        self._leave_window(comm)\n"
+        '        status = self.library.call("ncclCommFinalize", comm, comm=comm)\n',
+        '        status = self.library.call("ncclCommFinalize", comm, comm=comm)\n'
+        "        self._leave_window(comm)\n",
+        f"{UNIT}/test_nccl_window.py",
+    ),
+    "the window is deregistered beneath queued work": Mistake(
+        "nccl/connection.py",
+        "        if self._is_quiet():\n            self._leave_window(comm)",
+        "        self._leave_window(comm)",
+        f"{UNIT}/test_nccl_window.py",
+    ),
+    "memory of the window is freed beneath a copy": Mistake(
+        "nccl/connection.py",
+        "        self._free_window(is_used=True)",
+        "        self._free_window(is_used=False)",
+        f"{UNIT}/test_nccl_window.py",
+    ),
+    "one rank alone goes without a window": Mistake(
+        "nccl/agreement.py",
+        "return _first(context, _shared(context, trouble, str))",
+        "return _first(context, [trouble] * len(_shared(context, trouble, str)))",
+        f"{MULTIPROC}/test_nccl_window.py::test_what_one_rank_lacks_leaves_all_without_a_window",
+    ),
+    "the result stays in the window": Mistake(
+        "nccl/window.py",
+        "        self._copy(result, address, nbytes, stream)\n",
+        "",
+        f"{MULTIPROC}/test_nccl_window.py::test_sums_that_fit_are_staged_on_all_ranks",
+    ),
+    "sums of NCCL on two streams are not ordered": Mistake(
+        "nccl/communicator.py",
+        "        if order is None or stream != order.hot:\n",
+        "        if order is None:\n",
+        f"{MULTIPROC}/test_side_stream.py::test_calls_of_a_group_never_run_at_once",
+    ),
+    "a captured call counts as queued": Mistake(
+        "cuda/event_progress.py",
+        "if driver is None or driver.stream_is_capturing(stream):",
+        "if driver is None:",
+        f"{UNIT}/test_event_progress.py",
+    ),
+    "the side stream does not wait for the caller's": Mistake(
+        "cuda/side_stream.py",
+        "            streams.wait(side, caller)\n",
+        "",
+        f"{MULTIPROC}/test_side_stream.py::test_a_call_runs_beside_the_callers_stream",
+    ),
+    "inputs may be reused while the side stream reads them": Mistake(
+        "cuda/side_stream.py",
+        "                streams.keep(tensor, side)\n",
+        "                pass\n",
+        f"{MULTIPROC}/test_side_stream.py::test_a_call_runs_beside_the_callers_stream",
+    ),
+    "a handle lets no stream wait": Mistake(
+        "cuda/side_stream.py",
+        "        self._event.wait(current)\n",
+        "",
+        f"{MULTIPROC}/test_side_stream.py::test_a_call_runs_beside_the_callers_stream",
+    ),
+    "a handle of one capture is waited for in another": Mistake(
+        "cuda/side_stream.py",
+        "if self._capture_of(stream) not in (0, self._capture):",
+        "if False:",
+        f"{MULTIPROC}/test_side_stream_failures.py::test_what_is_of_one_capture_is_refused_by_another",
+    ),
+    "a link that can only be read has access": Mistake(
+        "cuda/nvml.py",
+        "found[name] = (read and write, nvlink)",
+        "found[name] = (read, nvlink)",
+        "tests/native/test_nvml.py",
+    ),
+    "NVML is left open": Mistake(
+        "cuda/nvml.py",
+        "            nvml.shutdown()",
+        "            pass",
+        "tests/native/test_nvml.py",
+    ),
+    "other bindings of NVML end the probe of one rank": Mistake(
+        "cuda/nvml.py",
+        "RuntimeError, OSError, AttributeError)",
+        "RuntimeError, OSError)",
+        "tests/native/test_nvml.py",
+    ),
+    "NVML overrides what CUDA says of a link": Mistake(
+        "cuda/topology.py",
+        "links.setdefault(uuid, Link(access, is_nvlink))",
+        "links[uuid] = Link(access, is_nvlink)",
+        f"{UNIT}/test_topology.py",
+    ),
+    "an unknown link counts as NVLink": Mistake(
+        "cuda/topology.py",
+        '<= {"nvlink", "same device"}',
+        '<= {"nvlink", "same device", "unknown"}',
+        f"{UNIT}/test_topology.py",
+    ),
+    "what was queued on an own stream is not waited for": Mistake(
+        "cuda/custom/own_stream.py",
+        "        driver.stream_synchronize(stream)\n",
+        "",
+        f"{UNIT}/test_own_stream.py",
+    ),
+    "a new group waits for the whole device": Mistake(
+        "cuda/custom/own_stream.py",
+        "driver.stream_synchronize(stream)",
+        "driver.context_synchronize()",
+        f"{MULTIPROC}/test_building.py",
+    ),
+    "memory is freed while a peer has it open": Mistake(
+        "cuda/custom/peer_memory.py",
+        "if barrier is not None and attempt(trouble, barrier):",
+        "if barrier is None or attempt(trouble, barrier):",
+        f"{MULTIPROC}/test_peer_memory.py::test_memory_that_a_living_peer_may_have_open_is_not_freed",
+    ),
+    "the end of a group waits for ever for other work": Mistake(
+        "cuda/custom/release.py",
+        "self._ended.wait(IDLE_S)",
+        "self._ended.wait()",
+        f"{MULTIPROC}/test_custom_all_reduce.py::test_the_end_of_a_group_does_not_wait_for_another_groups_kernel",
+    ),
+    "memory is freed although a capture hides what is done": Mistake(
+        "cuda/custom/release.py",
+        "                return False\n",
+        "                return True\n",
+        f"{MULTIPROC}/test_custom_all_reduce.py::test_memory_stays_where_a_capture_hides_what_is_done",
+    ),
+    "a rank that left alone waits for the others": Mistake(
+        "cuda/custom/resources.py",
+        "self._free(barrier if is_awaited else None, is_quiet=not gave_up)",
+        "self._free(barrier, is_quiet=not gave_up)",
+        f"{MULTIPROC}/test_custom_all_reduce.py::test_the_end_of_a_group_does_not_wait_for_another_groups_kernel",
+    ),
+    "multimem memory is freed beneath a peer's store": Mistake(
+        "cuda/custom/resources.py",
+        "self._free(barrier if is_awaited else None, is_quiet=not gave_up)",
+        "self._free(barrier if is_awaited else None, is_quiet=True)",
+        f"{MULTIPROC}/test_multicast.py::test_memory_that_a_peer_may_use_after_a_failure_is_kept",
     ),
 }
 
@@ -128,7 +300,7 @@ def run_in(tree: Path, tests: str) -> subprocess.CompletedProcess[str]:
 def test_every_mistake_fits_the_source() -> None:
     """Each replaces one place. One that fits nowhere any more would test nothing."""
     for name, mistake in MISTAKES.items():
-        text = (ROOT / "device_comm" / "cuda" / mistake.file).read_text()
+        text = (ROOT / "device_comm" / mistake.file).read_text()
         assert text.count(mistake.right) == 1, name
 
 
@@ -138,7 +310,7 @@ def test_every_mistake_is_noticed(name: str, tmp_path: Path) -> None:
     """The tests that name the mistake's part fail with it, and not for another reason than an assertion."""
     mistake = MISTAKES[name]
     tree = copy_of_the_tree(tmp_path)
-    path = tree / "device_comm" / "cuda" / mistake.file
+    path = tree / "device_comm" / mistake.file
     path.write_text(path.read_text().replace(mistake.right, mistake.wrong))
     done = run_in(tree, mistake.tests)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-1000:]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.nccl_calls import measured
+from benchmarks.results import write_calls
 from coordinator.bootstrap.status_store import WorldStatusStore
 from device_comm.cuda.communicator import CudaCommunicator
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace) -> None:
     for name, figures in found.items():
         print(f"{name:45} median {figures['median_us']:6.2f}   least {figures['least_us']:6.2f}")
     if options.json is not None:
-        options.json.write_text(json.dumps({"calls": found}, indent=2) + "\n")
+        write_calls(options.json, "a libcuda that does nothing", found)
 
 
 def main() -> int:

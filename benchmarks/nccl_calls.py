@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.results import write_calls
 from coordinator.bootstrap.status_store import WorldStatusStore
 from device_comm.base import CommunicatorContext
 from device_comm.cuda.custom.streams import StreamOrder
@@ -172,7 +172,7 @@ def main() -> int:
     for name, figures in found.items():
         print(f"{name:45} median {figures['median_us']:6.2f}   least {figures['least_us']:6.2f}")
     if options.json is not None:
-        options.json.write_text(json.dumps({"library": str(library), "calls": found}, indent=2) + "\n")
+        write_calls(options.json, str(library), found)
     return 0
 
 

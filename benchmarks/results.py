@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import platform
 import re
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ __all__ = [
     "percentile",
     "percentiles",
     "read_results",
+    "write_calls",
     "write_results",
 ]
 
@@ -218,6 +220,17 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def write_calls(path: Path, library: str, calls: dict[str, dict[str, float]]) -> None:
+    """Write the figures of calls that no device takes part in, with the machine, to a JSON file."""
+    text = {
+        "date": now(),
+        "machine": msgspec.to_builtins(describe_machine()),
+        "library": library,
+        "calls": calls,
+    }
+    path.write_text(json.dumps(text, indent=2) + "\n")
 
 
 def now() -> str:

@@ -1,6 +1,7 @@
 """The benchmarks of calls on CUDA without a device run with few calls, and print and write a row for each form."""
 
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -50,4 +51,7 @@ def test_a_benchmark_of_calls_prints_its_rows(name: str, tmp_path: Path) -> None
     rows = re.findall(r"^(.+?) +median +([\d.]+) +least +([\d.]+)$", done.stdout, re.MULTILINE)
     assert tuple(row[0] for row in rows) == ROWS[name]
     assert all(float(median) >= float(least) > 0 for _, median, least in rows)
-    assert tuple(json.loads(file.read_text())["calls"]) == ROWS[name]
+    written = json.loads(file.read_text())
+    assert tuple(written["calls"]) == ROWS[name]
+    assert written["machine"]["python"] == platform.python_version()
+    assert "torch" in written["machine"]["packages"]

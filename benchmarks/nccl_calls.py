@@ -172,7 +172,7 @@ def main() -> int:
     for name, figures in found.items():
         print(f"{name:45} median {figures['median_us']:6.2f}   least {figures['least_us']:6.2f}")
     if options.json is not None:
-        write_calls(options.json, str(library), found)
+        write_calls(options.json, str(library).replace(f"{folder}/", ""), found)
     return 0
 
 

@@ -34,6 +34,7 @@ GOALS = (
     "loopback kernel, 8 to 64 KiB",
     "two-shot of 8 MiB against a plain copy",
     "fused norm against its parts",
+    "asynchronous all-reduce beside a matrix product",
     "two processes over CUDA IPC",
     "four processes over CUDA IPC",
     "a killed rank",

@@ -16,10 +16,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from device_comm.cuda.driver import PreparedLaunch
 from device_comm.cuda.kernels import KernelCache, KernelVariant
 from device_comm.cuda.policy.shapes import norm_shape
+from device_comm.nccl.streams import TorchStreams
 from tests.gpu.device import (
     GpuDriver,
     Memory,
@@ -34,6 +36,7 @@ from tests.gpu.device import (
 from tests.gpu.emulation import Cubin
 from tests.gpu.loopback import Loopback, Timer, two_shot_bytes
 from tests.gpu.notes import GpuRank, Notes, gpu_body
+from tests.gpu.overlap import GOAL, Overlap, Product, overlap
 from tests.gpu.patches import patched_source
 from tests.gpu.running import GpuRun, on_gpu
 from tests.gpu.streams import ENVIRON, StreamWorld, world_on_gpu
@@ -334,6 +337,20 @@ def time_handshakes(me: GpuRank) -> None:
     world.close()
 
 
+@gpu_body
+def time_overlap(me: GpuRank) -> None:
+    me.goal(GOAL, "at least half of the shorter one is hidden", "not finished", False)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    world = world_on_gpu(me, 2, "bfloat16", limits={"push_two_shot": MIB})
+    product = Product(device)
+    torch.cuda.synchronize()
+    overlap(me, Overlap(world, TorchStreams(device), product, MIB // 2))
+    torch.cuda.synchronize()
+    product.check()
+    world.close()
+
+
 @pytest.mark.parametrize("name", FIGURES)
 @on_gpu(5, 30)
 def test_figures_of_one_rank(gpu: GpuRun, name: str) -> None:
@@ -345,3 +362,9 @@ def test_figures_of_one_rank(gpu: GpuRun, name: str) -> None:
 def test_figures_of_two_streams(gpu: GpuRun) -> None:
     """The handshake of two streams, and the Python of a call."""
     gpu.run(time_handshakes, environ=ENVIRON)
+
+
+@on_gpu(5, 30)
+def test_an_asynchronous_all_reduce_runs_beside_a_product(gpu: GpuRun) -> None:
+    """The time of both on two streams, against one after the other; the sums and the product are right."""
+    gpu.run(time_overlap, environ=ENVIRON)

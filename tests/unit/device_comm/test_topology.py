@@ -1,5 +1,6 @@
 """A group's devices: probed without raising, sent to all ranks, and evaluated by pure functions."""
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from device_comm.cuda.custom.peer_messages import PeerExchange
+from device_comm.cuda.driver_bindings import bindings
 from device_comm.cuda.topology import DeviceFacts, GroupTopology, Link, _warn_once, gather_topology, probe
 from shm_broadcast.errors import DecodeError
 from tests.fake_cuda import FakeDevice, FakeDriver, FakeFaults, fake_devices
@@ -86,6 +88,23 @@ def test_a_hidden_link_that_nvml_does_not_affirm_is_tried(tmp_path: Path) -> Non
     assert (found.link(0, 1), found.link(1, 0)) == ("unknown", "nvlink")
     assert found.why_not_peers() == ""
     assert not found.has_nvlink
+
+
+def test_bindings_without_nvml_on_one_rank_decide_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older cuda-bindings have no NVML. The rank records why, and every rank treats the links as PCIe."""
+    devices = fake_devices(2)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", None)
+    monkeypatch.setattr(FakeDriver, "all_links", lambda _driver: bindings("nvml"))
+    old = alone_of(tmp_path, devices, 1)
+    monkeypatch.undo()
+    new = alone_of(tmp_path, devices, 0, hidden={devices[1].uuid: (True, True)})
+    assert "update it, for example to 12.9.10 or 13.4.4" in old.problems["links to hidden devices"]
+    found = group([new, old])
+    assert (found.link(0, 1), found.link(1, 0)) == ("nvlink", "unknown")
+    assert not found.has_nvlink
+    assert found.why_not_peers() == ""
 
 
 def _answers(encoded: list[bytes], own: bytes) -> list[bytes]:

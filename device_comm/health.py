@@ -191,6 +191,8 @@ class GroupHealth:
         self._watch = watch
         self._status_store = status_store
         self._cause: BaseException | None = None
+        # A call that an exception is leaving, and the exception; see `left_halfway`.
+        self.left: tuple[Operation, BaseException] | None = None
         # The thread that has broken the group and has not aborted all transports yet.
         self._breaker: int | None = None
         self._failure_record: FailureRecord | None = None
@@ -238,9 +240,17 @@ class GroupHealth:
             GroupBrokenError: An earlier failure broke the group; `__cause__` is that failure.
         """
         # Every call asks this: one test, and no further frame, for a group that can be used.
-        if not self._closed and self._cause is None and self._fork_count == fork_count():
+        if (
+            not self._closed
+            and self._cause is None
+            and self.left is None
+            and self._fork_count == fork_count()
+        ):
             return
         self.check_owner(name)
+        left = self.left
+        if left is not None:
+            self.left_halfway(*left)
         if self._closed:
             raise ClosedError(f"{self.where(name)}: the group was destroyed")
         if self._cause is not None:
@@ -289,9 +299,14 @@ class GroupHealth:
 
         Those were raised before the call had begun, or `wait` has answered for them. An unfinished call is then one
         further out, which a handler has interrupted to make this call, and which may go on.
+
+        Whoever calls this sets `left` to its arguments before, in the first statement behind the exception: nothing is
+        called in between. If a handler raises once more before this has come to its end, the next call of the group
+        finds `left` and does the rest.
         """
         if not _is_own(error):
             self._interrupted(operation, error)
+        self.left = None
 
     def wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
         """Wait for `work`; check signals, dead peers, failure records and `close` meanwhile.

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
-from coordinator.host.object_order import ObjectOrder
+from coordinator.host.object_order import ObjectCall
 from coordinator.host.tags import FIRST_OBJECT_TAG, GATHER_TAG, OBJECT_TAG, OBJECT_TAG_COUNT, SCATTER_TAG
 from coordinator.planes import GroupPlanes
 from coordinator.queues.broadcast_order import refusal_of
@@ -18,6 +18,7 @@ from device_comm.handles import Handle
 from shm_broadcast import codec
 from shm_broadcast._core import NOTHING
 from shm_broadcast.errors import CommError, DisagreementError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.timeouts import AnyTimeout
 
 
@@ -127,31 +128,37 @@ class ObjectCollectives(GroupPlanes):
             DisagreementError: On rank `dst`: another rank refused the call (see `.views`), or made another one. The
                 next call works.
         """
-        name = "gather_object"
-        with (
-            self._gathers.counted(partial(self._tell_refusal, self._gathers, dst, GATHER_TAG)),
-            self._calls.call(name, timeout_s) as limit_s,
-        ):
-            checks.check_rank(dst, self.world_size, "dst")
-            return self._gather_object(obj, dst, limit_s)
 
-    def _gather_object(self, obj: Any, dst: int, timeout_s: float | None) -> list[Any] | None:
+        def act(call: ObjectCall) -> list[Any] | None:
+            def take(limit_s: float | None) -> list[Any] | None:
+                checks.check_rank(dst, self.world_size, "dst")
+                return self._gather_object(call, obj, dst, limit_s)
+
+            return self._calls.receive("gather_object", timeout_s, take, in_line=True)
+
+        return self._gathers.make(partial(self._tell_refusal, dst, GATHER_TAG), act)
+
+    def _gather_object(
+        self, call: ObjectCall, obj: Any, dst: int, timeout_s: float | None
+    ) -> list[Any] | None:
         """Return the objects on rank `dst`, for a call whose arguments were checked."""
         host, name = self._host, "gather_object"
         if self.rank_in_group == dst:
             others = [rank for rank in range(self.world_size) if rank != dst]
             found = self._gathers.receive(
-                others, lambda sources: host.recv_each(sources, timeout_s, name, GATHER_TAG)
+                call, others, lambda sources: host.recv_each(sources, timeout_s, name, GATHER_TAG)
             )
             return [*found[:dst], obj, *found[dst:]]
         try:
-            host.send_object(self._gathers.of_this_call(obj), dst, name, timeout_s, GATHER_TAG)
+            host.send_object(call.message(obj), dst, name, timeout_s, GATHER_TAG)
         except UsageError as error:
+            if raised_by_handler(error):
+                raise
             # The text is to name a place in `obj`, and not in the message.
             raise refusal_of(obj) or error from None
         return None
 
-    def _tell_refusal(self, order: ObjectOrder, root: object, tag: int, reason: str) -> None:
+    def _tell_refusal(self, root: object, tag: int, call: ObjectCall, reason: str) -> None:
         """Tell those who may wait for this rank that it refuses its call; wait for nobody.
 
         In a gather these are the root, in a scatter all others if this rank is the root. If this rank passed no valid
@@ -165,7 +172,7 @@ class ObjectCollectives(GroupPlanes):
             elif not is_root:
                 peers = []
         for peer in peers:
-            handle = self._host.isend_object(order.refusal(reason), peer, "refuse", None, tag)
+            handle = self._host.isend_object(call.refusal(reason), peer, "refuse", None, tag)
             self._open_sends.keep(handle)
 
     def scatter_object_list(
@@ -188,37 +195,42 @@ class ObjectCollectives(GroupPlanes):
             UsageError: `output_list` is empty, or `input_list` does not hold one object for each rank. Nothing is sent.
             DisagreementError: Rank `src` refused the call (see `.views`), or made another one. The next call works.
         """
-        name, order = "scatter_object_list", self._scatters
-        with (
-            order.counted(partial(self._tell_refusal, order, src, SCATTER_TAG)),
-            self._calls.call(name, timeout_s, in_line=False) as limit_s,
-        ):
-            checks.check_rank(src, self.world_size, "src")
-            if not isinstance(output_list, list) or not output_list:
-                raise UsageError(f"{name}: output_list must be a list of at least one element")
-            if self.rank_in_group != src:
-                [output_list[0]] = order.receive(
-                    [src],
-                    lambda _: [self._host.recv_object(src, limit_s, None, name, SCATTER_TAG)],
-                )
-                return output_list[0]
-            objects = list(input_list or ())
-            if len(objects) != self.world_size:
-                raise UsageError(f"{name}: rank src must give {self.world_size} objects, not {len(objects)}")
-            # What cannot be encoded is refused before anything is sent.
-            messages = [self._encoded_part(each) for each in objects]
-            for rank, message in enumerate(messages):
-                if rank != src:
-                    self._host.send_message(message, rank, name, limit_s, SCATTER_TAG)
-            output_list[0] = objects[src]
-            return output_list[0]
 
-    def _encoded_part(self, obj: object) -> codec.Message:
-        """Return the message of one part of a scatter."""
-        try:
-            return codec.encode(self._scatters.of_this_call(obj))
-        except UsageError as error:
-            raise refusal_of(obj) or error from None
+        def act(call: ObjectCall) -> Any:
+            def take(limit_s: float | None) -> Any:
+                checks.check_rank(src, self.world_size, "src")
+                return self._scatter_objects(call, output_list, input_list, src, limit_s)
+
+            return self._calls.receive("scatter_object_list", timeout_s, take)
+
+        return self._scatters.make(partial(self._tell_refusal, src, SCATTER_TAG), act)
+
+    def _scatter_objects(
+        self,
+        call: ObjectCall,
+        output_list: list[Any],
+        input_list: Sequence[Any] | None,
+        src: int,
+        timeout_s: float | None,
+    ) -> Any:
+        host, name = self._host, "scatter_object_list"
+        if not isinstance(output_list, list) or not output_list:
+            raise UsageError(f"{name}: output_list must be a list of at least one element")
+        if self.rank_in_group != src:
+            [output_list[0]] = self._scatters.receive(
+                call, [src], lambda _: [host.recv_object(src, timeout_s, None, name, SCATTER_TAG)]
+            )
+            return output_list[0]
+        objects = list(input_list or ())
+        if len(objects) != self.world_size:
+            raise UsageError(f"{name}: rank src must give {self.world_size} objects, not {len(objects)}")
+        # What cannot be encoded is refused before anything is sent.
+        messages = [_encoded_part(call, each) for each in objects]
+        for rank, message in enumerate(messages):
+            if rank != src:
+                host.send_message(message, rank, name, timeout_s, SCATTER_TAG)
+        output_list[0] = objects[src]
+        return output_list[0]
 
     @overload
     def send_object(
@@ -320,6 +332,16 @@ class OpenSend:
     def wait(self) -> None:
         """Wait until the memory may be reused; may be called more than once."""
         self.work.wait()
+
+
+def _encoded_part(call: ObjectCall, obj: object) -> codec.Message:
+    """Return the message of one part of a scatter."""
+    try:
+        return codec.encode(call.message(obj))
+    except UsageError as error:
+        if raised_by_handler(error):
+            raise
+        raise refusal_of(obj) or error from None
 
 
 def _wire_tag(tag: int) -> int:

@@ -6,12 +6,14 @@ its calls, and each message carries (number of its call, whether its rank refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from device_comm.health import GroupHealth, Operation
-from shm_broadcast.errors import ClosedError, DecodeError, DisagreementError, UsageError
+from shm_broadcast.errors import ClosedError, CommError, DecodeError, DisagreementError, UsageError
+from shm_broadcast.interruption import raised_by_handler
+
+Result = TypeVar("Result")
 
 
 class Numbered(NamedTuple):
@@ -34,6 +36,36 @@ def numbered(value: object, where: str, rank: int) -> Numbered:
     raise DecodeError(f"{where}: rank {rank} sent no message of this call")
 
 
+class ObjectCall:
+    """One call.
+
+    Attributes:
+        number: Its number; 0 until it begins, which is when it sends or receives, or is refused.
+    """
+
+    def __init__(self, order: ObjectOrder) -> None:
+        """Count nothing yet."""
+        self._order = order
+        self.number: int = 0
+
+    def begin(self) -> None:
+        """Count the call, once."""
+        # Nothing is called in here, so that a signal handler runs before all of this or behind it.
+        if not self.number:
+            order = self._order
+            order.number += 1
+            self.number = order.number
+
+    def message(self, obj: object) -> tuple[int, bool, object]:
+        """Return the message that brings `obj`; the call has passed its checks, and begins."""
+        self.begin()
+        return self.number, False, obj
+
+    def refusal(self, reason: str) -> tuple[int, bool, str]:
+        """Return the message that says why this rank refuses its call."""
+        return self.number, True, reason
+
+
 class ObjectOrder:
     """How many calls of one kind this rank has made, and which messages belong to others than the present one."""
 
@@ -51,45 +83,57 @@ class ObjectOrder:
         self._failed = 0
         # Messages that came before their call, by sender.
         self._kept: dict[int, Numbered] = {}
-        self._has_acted = False
-        self._receives = False
 
-    @contextmanager
-    def counted(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Count the call in this block; if it is refused, drop what comes for it, and `tell` the others the reason."""
-        self._has_acted = self._receives = False
-        self.number += 1
+    def make(self, tell: Callable[[ObjectCall, str], None], act: Callable[[ObjectCall], Result]) -> Result:
+        """Return `act(call)`, which makes a call; if it is refused, drop what comes for it and `tell` the others why.
+
+        Behind the end of `act` nothing is called, so that no signal handler drops the result. What one raises before
+        the call has begun leaves it uncounted, and later breaks the group: what has come for this call would be missing
+        in it or meet the next one, and what was sent cannot be taken back.
+        """
+        call, operation = ObjectCall(self), Operation("host", self._name, 0)
         try:
-            yield
-        except (DisagreementError, DecodeError):
-            raise
-        except UsageError as error:
-            if isinstance(error, ClosedError) or self._health.is_inherited:
-                raise
-            self._failed = self.number
-            tell(f"{self._name}: {error}")
-            raise
+            return act(call)
         except BaseException as error:
-            if self._receives:
-                # What has come for this call would be missing in it, or meet the next one.
-                self._health.left_halfway(Operation("host", f"{self._name} #{self.number}", 0), error)
-            # An interrupted call that has done nothing can be made again.
-            self.number -= not self._has_acted
+            self._health.left = operation, error
+            try:
+                self._end(call, operation, error, tell)
+            except BaseException as second:
+                self._health.left = operation, second
+                self._health.left_halfway(operation, second)
+                raise
             raise
 
-    def of_this_call(self, obj: object) -> tuple[int, bool, object]:
-        """Return the message that brings `obj`; the call has passed its checks."""
-        self._has_acted = True
-        return self.number, False, obj
+    def _end(
+        self,
+        call: ObjectCall,
+        operation: Operation,
+        error: BaseException,
+        tell: Callable[[ObjectCall, str], None],
+    ) -> None:
+        """Do what is to be done for a call that `error` ends."""
+        if raised_by_handler(error) or not isinstance(error, CommError):
+            if call.number:
+                self._health.left_halfway(operation, error)
+            self._health.left = None
+            return
+        self._health.left = None
+        if (
+            isinstance(error, UsageError)
+            and not isinstance(error, ClosedError)
+            and not self._health.is_inherited
+        ):
+            call.begin()
+            self._failed = call.number
+            tell(call, f"{self._name}: {error}")
 
-    def refusal(self, reason: str) -> tuple[int, bool, str]:
-        """Return the message that says why this rank refuses its call."""
-        return self.number, True, reason
-
-    def receive(self, sources: Sequence[int], fetch: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
-        """Return the object of each of `sources` in this call.
+    def receive(
+        self, call: ObjectCall, sources: Sequence[int], fetch: Callable[[Sequence[int]], Sequence[Any]]
+    ) -> list[Any]:
+        """Return the object of each of `sources` in a call.
 
         Args:
+            call: The call, which begins with this.
             sources: Ranks in the group.
             fetch: Returns the next message of each of some ranks.
 
@@ -97,18 +141,19 @@ class ObjectOrder:
             DisagreementError: One of them has refused the call, or made another one. The next call works.
             DecodeError: A message is none. All of this call have been received; the next call works.
         """
-        self._has_acted = self._receives = True
+        call.begin()
+        number = call.number
         found: dict[int, Any] = {}
         wrong: dict[int, str] = {}
         awaited = list(sources)
         while awaited:
-            for src, message in self._next_of(awaited, fetch).items():
-                if message.number > self.number:
+            for src, message in self._next_of(number, awaited, fetch).items():
+                if message.number > number:
                     self._kept[src] = message
                     wrong[src] = f"sent its part of call #{message.number}, and none of this one"
-                elif message.number == self.number and message.is_refused:
+                elif message.number == number and message.is_refused:
                     wrong[src] = f"refused {message.value}"
-                elif message.number == self.number:
+                elif message.number == number:
                     found[src] = message.value
                 elif not message.is_refused and message.number > self._failed:
                     wrong[src] = (
@@ -117,12 +162,12 @@ class ObjectOrder:
                 # Another one was for a call that has failed here, or in which this rank awaited nothing.
             awaited = [src for src in awaited if src not in found and src not in wrong]
         if wrong:
-            self._failed = self.number
-            raise self._disagreement(wrong)
+            self._failed = number
+            raise self._disagreement(number, wrong)
         return [found[src] for src in sources]
 
     def _next_of(
-        self, sources: Sequence[int], fetch: Callable[[Sequence[int]], Sequence[Any]]
+        self, number: int, sources: Sequence[int], fetch: Callable[[Sequence[int]], Sequence[Any]]
     ) -> dict[int, Numbered]:
         messages = {src: self._kept.pop(src) for src in sources if src in self._kept}
         rest = [src for src in sources if src not in messages]
@@ -130,17 +175,17 @@ class ObjectOrder:
             where, ranks = self._health.where(self._name), self._health.ranks
             came = [numbered(value, where, ranks[src]) for src, value in zip(rest, fetch(rest), strict=True)]
         except DecodeError:
-            self._failed = self.number
+            self._failed = number
             raise
         return messages | dict(zip(rest, came, strict=True))
 
-    def _disagreement(self, wrong: dict[int, str]) -> DisagreementError:
+    def _disagreement(self, number: int, wrong: dict[int, str]) -> DisagreementError:
         views = {self._health.ranks[src]: what for src, what in wrong.items()}
         listed = "; ".join(f"rank {rank} {what}" for rank, what in sorted(views.items()))
-        where = self._health.where(f"{self._name} #{self.number}")
+        where = self._health.where(f"{self._name} #{number}")
         return DisagreementError(
             f"{where}: {listed}; no object is handed out, and the next call works", views=views
         )
 
 
-__all__ = ["Numbered", "ObjectOrder", "numbered"]
+__all__ = ["Numbered", "ObjectCall", "ObjectOrder", "numbered"]

@@ -14,6 +14,7 @@ from coordinator.bootstrap.timings import CreationReport
 from coordinator.collectives.tensor_dicts import Parts, TensorDict
 from coordinator.group import GroupCoordinator
 from coordinator.groups import DIMENSIONS, ParallelGroups
+from coordinator.host.object_order import ObjectCall
 from coordinator.host.plane import HostPlane, SoloHostPlane
 from coordinator.host.tags import SCATTER_TAG
 from coordinator.host.tensor_dict_format import WHOLE_TENSORS, Landing, Slicing
@@ -173,7 +174,9 @@ class FakeGroupCoordinator(GroupCoordinator):
             settings=self.settings,
         )
 
-    def _gather_object(self, obj: Any, dst: int, timeout_s: float | None) -> list[Any] | None:
+    def _gather_object(
+        self, call: ObjectCall, obj: Any, dst: int, timeout_s: float | None
+    ) -> list[Any] | None:
         """Return on rank `dst` the object itself in its own place and a copy for every other rank; None elsewhere."""
         frame = codec.encode(obj).to_bytes()
         if self.rank_in_group != dst:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from coordinator.errors import ClosedError, CommError
 from coordinator.group import GroupCoordinator
-from tests.stress import collective_steps, message_steps
+from tests.stress import collective_steps, message_steps, strike_steps
+from tests.stress.alarms import Alarms
 from tests.stress.message_steps import Queues
 from tests.stress.model import Model
 from tests.waiting import wait_until
@@ -23,6 +23,8 @@ BATCH = 4
 """After so many steps rank 0 says whether the life goes on."""
 RENEWALS = 60
 """One in so many steps makes the group and its queues anew."""
+REMOTE = 0.5
+"""How many groups have queues over TCP, beside those in shared memory."""
 LONGEST_S = 60.0
 """No life that is to end by a kill or an interrupt may go on for longer."""
 
@@ -44,29 +46,9 @@ STEPS: dict[str, Step] = {
     **{name: step for name, (step, _) in message_steps.STEPS.items()},
 }
 WEIGHTS = [weight for table in (collective_steps.STEPS, message_steps.STEPS) for _, weight in table.values()]
-
-
-class Alarms:
-    """Signals whose handler returns, at another rate in each step."""
-
-    def __init__(self, seed: str) -> None:
-        """Install the handler."""
-        self.count = 0
-        self._rate = random.Random(seed)
-        signal.signal(signal.SIGALRM, self._ring)
-
-    def _ring(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-
-    def change(self) -> None:
-        """Choose another rate: none, or every 0.3 to 20 ms."""
-        every = self._rate.choice((0.0, 0.0003, 0.001, 0.005, 0.02))
-        signal.setitimer(signal.ITIMER_REAL, every, every)
-
-    def end(self) -> None:
-        """Switch them off."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+STRUCK = "calls that are struck"
+STRUCK_SHARE = 0.3
+"""How many steps of a life in which handlers break groups are such calls."""
 
 
 class Life:
@@ -78,13 +60,21 @@ class Life:
     """
 
     def __init__(
-        self, everyone: GroupCoordinator, seed: str, *, one_group: bool, renews: bool = True
+        self,
+        everyone: GroupCoordinator,
+        seed: str,
+        alarms: Alarms,
+        *,
+        one_group: bool,
+        renews: bool = True,
+        breaks: bool = False,
     ) -> None:
         """Create a group of all ranks with queues. Collective.
 
         With `one_group` the world's group is not used: where it breaks, the other one does not, and a rank that waits
         in that one for a rank that has raised an error waits rightly. Without `renews` the group stays: Python runs a
         handler between any two instructions, and what a creation has just opened stays open if it raises there.
+        With `breaks` some steps make groups of their own, in whose calls handlers raise.
         """
         self.step = 0
         self.doing = "creation"
@@ -93,6 +83,8 @@ class Life:
         self._schedule = random.Random(seed)
         self._one_group = one_group
         self._renews = renews
+        self._breaks = breaks
+        self._alarms = alarms
         self._renew()
 
     def _renew(self) -> None:
@@ -105,7 +97,13 @@ class Life:
             group_name=f"g{self.step}",
             settings=Queues.settings(),
         )
-        self.queues = Queues.create(self.group, self.step % self._everyone.world_size)
+        world_size = self._everyone.world_size
+        chosen = random.Random(f"{self._seed}/{self.step}/places")
+        places = (
+            [chosen.randrange(2) for _ in range(world_size)] if chosen.random() < REMOTE else [0] * world_size
+        )
+        place = places[self._everyone.rank_in_group]
+        self.queues = Queues.create(self.group, self.step % world_size, self._alarms, place)
 
     def take_step(self) -> None:
         """Take the next step of the schedule."""
@@ -118,6 +116,9 @@ class Life:
             self.group.barrier()  # a rank that leaves would take the others' unread messages with it
             self.group.destroy()
             self._renew()
+        elif self._breaks and self._schedule.random() < STRUCK_SHARE:
+            self.doing = STRUCK
+            strike_steps.calls(group, self._alarms, model, f"s{self.step}")
         else:
             STEPS[self.doing](group, self.queues, model)
 
@@ -135,7 +136,7 @@ def live(
     seconds: float,
     marks: str,
     culprits: list[int],
-    renews: bool,
+    kind: str,
 ) -> dict[str, Any]:
     """Follow the schedule of `seed`. This is a function for `run_ranks`.
 
@@ -147,7 +148,7 @@ def live(
         seconds: How long it lasts if nobody is to be hit.
         marks: A directory in which each rank says that it is ready to be hit.
         culprits: Ranks that will be killed or interrupted.
-        renews: Whether the group is made anew now and then.
+        kind: How the life is disturbed, as in `LifePlan`.
 
     Returns:
         How many steps were taken, and how they ended: "done", or the error, and when it came.
@@ -156,24 +157,25 @@ def live(
         StressError: A step ended otherwise than the model says.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    alarms = Alarms(f"{seed}/alarms of rank {rank}")
+    is_interrupted = "interrupted" in kind
+    alarms = Alarms(f"{seed}/alarms of rank {rank}", may_strike=not is_interrupted)
     if not culprits:
         try:
             with world(rank, world_size, directory) as everyone:
-                life = Life(everyone, seed, one_group=False)
+                life = Life(everyone, seed, alarms, one_group=False, breaks=kind == "struck")
                 _take_steps(life, alarms, seconds, seed, rank)
                 alarms.end()
                 life.group.barrier()
                 life.group.destroy()
         finally:
             alarms.end()
-        return {"steps": life.step, "end": "done", "alarms": alarms.count}
+        return {"steps": life.step, "end": "done", "alarms": alarms.count, "strikes": alarms.strikes}
     join_world(rank, world_size, directory)
     from coordinator.parallel_state import destroy_distributed_environment, get_world_group
 
     found: dict[str, Any] = {"end": "done"}
     hits: list[int] = []
-    life = Life(get_world_group(), seed, one_group=True, renews=renews)
+    life = Life(get_world_group(), seed, alarms, one_group=True, renews=not is_interrupted)
     (Path(marks) / f"ready-{rank}").touch()
     try:
         _take_steps_until_hit(life, alarms, seed, rank, hits)

@@ -26,7 +26,7 @@ BLAME_S = 15.0
 HIT_AFTER_S = 1.5
 IN_CREATION = ("CommTimeoutError", "CapabilityError")
 """How a creation may end besides: the first rank offers no memory any more, or one does not come in time."""
-KINDS = ("healthy", "healthy", "killed", "interrupted", "all interrupted")
+KINDS = ("healthy", "healthy", "killed", "interrupted", "all interrupted", "struck")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def plan_of(seed: int, number: int, most_ranks: int, kind: str | None = None) ->
     culprits: Sequence[int] = ()
     if kind == "all interrupted":
         culprits = range(ranks)
-    elif kind != "healthy":
+    elif kind not in ("healthy", "struck"):
         culprits = chosen.sample(range(ranks), 2 if ranks > 3 and chosen.random() < 0.2 else 1)
     hit_after_s = chosen.uniform(0.0, HIT_AFTER_S)
     return LifePlan(name, kind, ranks, chosen.uniform(2.0, 6.0), tuple(sorted(culprits)), hit_after_s)
@@ -83,7 +83,7 @@ def run_life(plan: LifePlan) -> int:
             plan.seconds,
             marks,
             list(plan.culprits),
-            "interrupted" not in plan.kind,
+            plan.kind,
             timeout_s=plan.seconds + HANG_S,
             expect_dead=plan.culprits if plan.kind == "killed" else (),
             while_running=disturber.start,
@@ -115,8 +115,13 @@ def _judge(plan: LifePlan, rank: int, found: dict[str, Any] | None, hit_at: floa
 
 
 def _files() -> set[str]:
-    """Return the shared memory that has a name; the directories of ranks are looked at by the harness."""
-    return set(os.listdir(SHM)) if SHM.exists() else set()
+    """Return what is left in /dev/shm; the directories of ranks are looked at by the harness.
+
+    Other programs on the machine come and go: the names that Python gives to their semaphores and memory do not count,
+    as the product makes none of those.
+    """
+    names = os.listdir(SHM) if SHM.exists() else []
+    return {name for name in names if not name.startswith(("sem.mp-", "psm_"))}
 
 
 class _Disturber:

@@ -1,19 +1,25 @@
 """Steps of a stress life in which ranks send each other messages and read queues."""
 
-import time
-from collections.abc import Callable
+import random
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import msgspec
 import torch
 
 from coordinator import GroupCoordinator
+from coordinator.queues import group_queues
 from coordinator.settings import CoordinatorSettings
-from shm_broadcast.queue import dequeue_any
+from shm_broadcast.endpoint import RemoteSettings
+from shm_broadcast.liveness import ProcessIdentity, this_process
+from shm_broadcast.queue import QueueWriter, dequeue_any
 from shm_broadcast.settings import BroadcastSettings
+from tests.stress.alarms import Alarms
 from tests.stress.collective_steps import dict_of
 from tests.stress.model import MismatchError, Model, check_same
+from tests.stress.queue_reads import PATIENCE_S, read_any, read_next
 
 __all__ = ["STEPS", "Queues"]
 
@@ -21,7 +27,10 @@ RING_BYTES = 1 << 20
 """A quarter of the default, so that rings turn around often and more messages exceed half of one."""
 MOST_LAG = 10
 """How many small messages a reader leaves unread between steps; they fill a thirtieth of the ring."""
-PATIENCE_S = 60.0
+STRUCK = 0.2
+"""The share of calls that write a short message in which a handler may raise."""
+LOST_AFTER_S = 5.0
+"""How long a rank may be silent on TCP. The group learns of a death at once, and a stopped rank is busy for longer."""
 CREATION_S = 8.0
 """A rank that is interrupted while it creates a group lives on, and the others may learn that at this deadline only."""
 
@@ -30,13 +39,17 @@ CREATION_S = 8.0
 class Queues:
     """The queues of a group. Broadcasts have one writer; the answers of all ranks go to one reader.
 
+    Ranks may pretend to be on two hosts. A queue then has readers in shared memory and others over TCP.
+
     Attributes:
+        alarms: What strikes this rank's calls.
         ends: This rank's end of the broadcast of each rank.
         answer: This rank's writing end of the answers.
         answers: The reading ends, by rank, on rank `reader`.
         unread: By writer: what has been enqueued, and this rank has not read.
     """
 
+    alarms: Alarms
     ends: list[Any]
     reader: int
     answer: Any
@@ -44,11 +57,22 @@ class Queues:
     unread: dict[int, list[Any]] = field(default_factory=dict)
 
     @classmethod
-    def create(cls, group: GroupCoordinator, reader: int) -> "Queues":
-        """Create a broadcast from each rank, and answers to rank `reader`. Collective."""
-        ends = [group.create_mq_broadcaster(writer) for writer in range(group.world_size)]
-        answer, answers = group.create_single_reader_mq_broadcasters(reader)
-        return cls(ends, reader, answer, answers, {writer: [] for writer in range(group.world_size)})
+    def create(cls, group: GroupCoordinator, reader: int, alarms: Alarms, place: int) -> "Queues":
+        """Create a broadcast from each rank, and answers to rank `reader`. Collective.
+
+        Ranks with the same `place` share memory.
+        """
+        own = this_process()
+        pretended = msgspec.structs.replace(own, network_namespace=own.network_namespace + place)
+
+        def pretend() -> ProcessIdentity:
+            return pretended
+
+        with mock.patch.object(group_queues, "this_process", pretend):
+            ends = [group.create_mq_broadcaster(writer) for writer in range(group.world_size)]
+            answer, answers = group.create_single_reader_mq_broadcasters(reader)
+        unread: dict[int, list[Any]] = {writer: [] for writer in range(group.world_size)}
+        return cls(alarms, ends, reader, answer, answers, unread)
 
     @staticmethod
     def settings() -> CoordinatorSettings:
@@ -58,6 +82,7 @@ class Queues:
             timeout_s=PATIENCE_S,
             create_timeout_s=CREATION_S,
             broadcast=BroadcastSettings(ring_bytes=RING_BYTES),
+            remote=RemoteSettings(lost_after_s=LOST_AFTER_S),
         )
 
 
@@ -117,7 +142,7 @@ def _receive(
     if kind == "object":
         check_same(group.recv_object(src, tag), model.object(number), what)
     elif kind == "dict":
-        check_same(group.recv_tensor_dict(src), dict_of(model, number), what)
+        check_same(_receive_dict(group, src, is_plain=bool(number % 2)), dict_of(model, number), what)
     else:
         expected = model.tensor((shape[0],), shape[1], number)
         if number % 2:
@@ -126,6 +151,17 @@ def _receive(
         else:
             found = group.recv((shape[0],), shape[1], src, tag=tag)
         check_same(found, expected, what)
+
+
+def _receive_dict(group: GroupCoordinator, src: int, *, is_plain: bool) -> object:
+    if is_plain:
+        return group.recv_tensor_dict(src)
+    found, handles, callbacks = group.irecv_tensor_dict(src)
+    for handle in handles:
+        handle.wait()
+    for callback in callbacks:
+        callback()
+    return found
 
 
 def from_any(group: GroupCoordinator, _: Queues, model: Model) -> None:
@@ -148,6 +184,21 @@ def from_any(group: GroupCoordinator, _: Queues, model: Model) -> None:
     group.barrier()
 
 
+def short(plan: random.Random, number: int) -> dict[str, Any]:
+    """Return a message that fits into a small part of a ring."""
+    return {"step": number, "data": bytes([number]) * plan.randrange(3000)}
+
+
+def enqueue(end: QueueWriter, message: Any, alarms: Alarms | None) -> None:
+    """Send a message once. A call that is struck has sent it or has not, and its count of messages tells which."""
+    before = end.statistics().messages
+    while end.statistics().messages == before:
+        if alarms is None or not alarms.wants_strike(STRUCK):
+            end.enqueue(message)
+        else:
+            alarms.strike(partial(end.enqueue, message))
+
+
 def broadcast(group: GroupCoordinator, queues: Queues, model: Model) -> None:
     """Enqueue some messages; let each reader take them when it likes, in any of the ways to read."""
     me, plan, writer = group.rank_in_group, model.plan, model.rank()
@@ -155,49 +206,34 @@ def broadcast(group: GroupCoordinator, queues: Queues, model: Model) -> None:
     burst: list[Any] = []
     for number in range(plan.randrange(1, 12 if is_small else 4)):
         if is_small:
-            burst.append({"step": number, "data": bytes([number]) * plan.randrange(3000)})
+            burst.append(short(plan, number))
         elif plan.random() < 0.3:
             burst.append(model.tensor((plan.randrange(1 << 19),), torch.float32, "long", number))
         else:
             burst.append(dict_of(model, number))
     if me == writer:
         for each in burst:
-            queues.ends[writer].enqueue(each)
+            enqueue(queues.ends[writer], each, queues.alarms if is_small else None)
         return
     unread, own = queues.unread[writer], model.private(f"reader {me}")
     unread += burst
     left = own.randrange(MOST_LAG) if is_small else 0
     while len(unread) > left:
-        check = partial(_check_message, unread.pop(0), writer)
-        READS[own.choice(sorted(READS))](queues.ends[writer], check)
+        read_next(queues.ends[writer], unread.pop(0), queues.alarms, own, f"message of rank {writer}")
 
 
-def _check_message(expected: Any, writer: int, found: Any) -> None:
-    check_same(found, expected, f"message of rank {writer}")
-
-
-def _dequeue(end: Any, check: Callable[[Any], None]) -> None:
-    check(end.dequeue())
-
-
-def _try_dequeue(end: Any, check: Callable[[Any], None]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        there, found = end.try_dequeue()
-        if there:
-            check(found)
-            return
-        if time.monotonic() > deadline:
-            raise MismatchError(f"no message within {PATIENCE_S} s of try_dequeue")
-        time.sleep(0.0001)
-
-
-def _loan(end: Any, check: Callable[[Any], None]) -> None:
-    with end.loan() as found:
-        check(found)
-
-
-READS = {"dequeue": _dequeue, "try_dequeue": _try_dequeue, "loan": _loan}
+def several(group: GroupCoordinator, queues: Queues, model: Model) -> None:
+    """Let several ranks enqueue short messages; each rank reads all their queues with `dequeue_any`."""
+    me, n, plan = group.rank_in_group, model.world_size, model.plan
+    for writer in plan.sample(range(n), plan.randint(2, n)):
+        burst = [short(plan, number) for number in range(plan.randrange(1, 9))]
+        if me == writer:
+            for each in burst:
+                enqueue(queues.ends[writer], each, queues.alarms)
+        else:
+            queues.unread[writer] += burst
+    others = {rank: end for rank, end in enumerate(queues.ends) if rank != me}
+    read_any(others, queues.unread, queues.alarms, model.private(f"reader {me}"))
 
 
 def answers(group: GroupCoordinator, queues: Queues, model: Model) -> None:
@@ -205,7 +241,8 @@ def answers(group: GroupCoordinator, queues: Queues, model: Model) -> None:
     me, n = group.rank_in_group, model.world_size
     each = model.plan.randrange(1, 4)
     for number in range(each):
-        queues.answer.enqueue({"rank": me, "number": number, "object": model.object(me, number)})
+        answer = {"rank": me, "number": number, "object": model.object(me, number)}
+        queues.answer.enqueue(answer)
     if me != queues.reader:
         return
     got = [0] * n
@@ -223,6 +260,7 @@ STEPS = {
     "messages": (messages, 20),
     "from_any": (from_any, 6),
     "broadcast": (broadcast, 15),
+    "several": (several, 8),
     "answers": (answers, 6),
 }
 """By name: the step, and how often it is chosen in relation to others."""

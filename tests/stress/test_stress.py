@@ -9,9 +9,9 @@ from tests.stress.lives import plan_of, run_life
 MINUTES_LIVES = 60
 
 
-@pytest.mark.parametrize("number", [0, 2, 3])
+@pytest.mark.parametrize("number", [0, 2, 3, 5])
 def test_some_lives_of_mixed_calls_deliver_every_byte(number: int) -> None:
-    """All operations, alarms and stops; ranks that are killed or interrupted are blamed, and leave nothing.
+    """All operations, alarms and stops; ranks that are killed, interrupted or struck are blamed, and leave nothing.
 
     It takes 2 to 3 s a life: the ranks must have time to come to every operation.
     """

@@ -1,0 +1,183 @@
+"""Calls of a group of their own in which a handler raises: they can be made again, or the group is broken for all."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from coordinator import GroupBrokenError, GroupCoordinator, PeerLostError
+from tests.crash.test_interrupted_collectives import begun
+from tests.stress.alarms import Alarms, StrikeError
+from tests.stress.collective_steps import MAKERS, Check, dict_of
+from tests.stress.message_steps import Queues
+from tests.stress.model import MismatchError, Model, check_same
+
+__all__ = ["calls"]
+
+MOST_CALLS = 12
+Made = Callable[[], None]
+
+
+def calls(everyone: GroupCoordinator, alarms: Alarms, model: Model, name: str) -> None:
+    """Make calls of a new group until one is left and breaks it. `everyone` tells the ranks how each call ended."""
+    group = GroupCoordinator(
+        [everyone.ranks],
+        everyone.local_rank,
+        "gloo",
+        True,
+        True,
+        group_name=name,
+        settings=Queues.settings(),
+    )
+    everyone.barrier()  # a rank that is still inside of the creation would rightly be told that the group is broken
+    for number in range(model.plan.randrange(1, MOST_CALLS)):
+        inner = Model(str(model.private(f"call {number}").random()), model.world_size)
+        victim, kind = inner.rank(), inner.plan.choice(sorted(CALLS))
+        try:
+            CALLS[kind](group, alarms, inner, victim)
+            group.barrier()
+            ended: tuple[bool, str] = (False, "")
+        except (PeerLostError, GroupBrokenError) as error:
+            ended = (True, _reason_of(group, error, group.rank_in_group == victim, victim))
+        every = everyone.all_gather_object(ended)
+        if len({is_broken for is_broken, _ in every}) != 1 or any(text for _, text in every):
+            raise MismatchError(f"{kind} was struck on rank {victim} and ended as {every}")
+        if ended[0]:
+            break
+    group.destroy()
+
+
+def _reason_of(group: GroupCoordinator, error: Exception, is_victim: bool, victim: int) -> str:
+    """Return nothing if this is how a group that a strike has broken fails, else what is wrong."""
+    said = f"{type(error).__name__}: {error}, because of {error.__cause__!r}"
+    if is_victim:
+        return (
+            "" if isinstance(error, GroupBrokenError) and isinstance(error.__cause__, StrikeError) else said
+        )
+    lost = error if isinstance(error, PeerLostError) else error.__cause__
+    is_told = isinstance(lost, PeerLostError) and lost.peers == (group.ranks[victim],)
+    return (
+        "" if is_told and f"rank {group.ranks[victim]}" in str(lost) and "StrikeError" in str(lost) else said
+    )
+
+
+def _struck(group: GroupCoordinator, alarms: Alarms, call: Made) -> bool:
+    """Make a call that is struck. Return whether it can be made again; a broken group raises here."""
+    if alarms.strike(call) and group._health.is_broken:
+        group.barrier()
+        raise MismatchError("the barrier of a broken group ended without an error")
+    return True
+
+
+def _collective(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) -> None:
+    start: Callable[[], object]
+    check: Check
+    if model.plan.random() < 0.8:
+        start, check = model.plan.choice(MAKERS)(group, model)
+    elif model.plan.random() < 0.5:
+        start, check = group.barrier, lambda found: check_same(found, None, "barrier")
+    else:
+        every = [model.object(rank) for rank in range(model.world_size)]
+        start = partial(group.all_gather_object, every[group.rank_in_group])
+        check = lambda found: check_same(found, every, "all_gather_object")  # noqa: E731
+    taken: list[object] = []
+
+    def call() -> None:
+        taken.append(start())
+
+    if group.rank_in_group != victim:
+        call()
+    else:
+        before = begun(group)
+        _struck(group, alarms, call)
+        if not taken and begun(group) == before:
+            call()  # the strike came before the call had begun
+    for found in taken:
+        check(found)
+
+
+def _received(
+    group: GroupCoordinator,
+    alarms: Alarms,
+    model: Model,
+    victim: int,
+    send: Made,
+    receive: Callable[[], Any],
+    expected: Any,
+) -> None:
+    """Let rank `victim` be struck while it receives what another rank sends.
+
+    `receive` is written in Python: behind a native one a strike would lose what it has returned.
+    """
+    if group.rank_in_group == (victim + 1) % model.world_size:
+        send()
+    elif group.rank_in_group == victim:
+        taken: list[Any] = []
+
+        def call() -> None:
+            taken.append(receive())
+
+        while not taken:
+            _struck(group, alarms, call)
+        check_same(taken[0], expected, "what was received after strikes")
+
+
+def _object(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) -> None:
+    src, expected = (victim + 1) % model.world_size, model.object("sent")
+    send = partial(group.send_object, expected, victim)
+    _received(group, alarms, model, victim, send, lambda: group.recv_object(src), expected)
+
+
+def _tensor(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) -> None:
+    src, dtype = (victim + 1) % model.world_size, model.dtype()
+    expected = model.tensor((model.count(),), dtype, "sent")
+    if model.plan.random() < 0.5:
+        receive: Callable[[], Any] = lambda: group.recv(expected.shape, dtype, src)  # noqa: E731
+    else:
+        receive = lambda: group.recv_any(expected.shape, dtype)[0]  # noqa: E731
+    _received(group, alarms, model, victim, partial(group.send, expected, victim), receive, expected)
+
+
+def _dict(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) -> None:
+    src, expected = (victim + 1) % model.world_size, dict_of(model, "sent")
+    send = partial(group.send_tensor_dict, expected, victim)
+    _received(group, alarms, model, victim, send, lambda: group.recv_tensor_dict(src), expected)
+
+
+def _broadcast(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) -> None:
+    """Strike a rank that awaits an object that another one broadcasts."""
+    src, expected = (victim + 1) % model.world_size, model.object("broadcast")
+    taken: list[Any] = []
+
+    def call() -> None:
+        taken.append(group.broadcast_object(expected if group.rank_in_group == src else None, src))
+
+    if group.rank_in_group != victim:
+        call()
+    while not taken:
+        _struck(group, alarms, call)
+    check_same(taken[0], expected, "what was broadcast")
+
+
+def _sent(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) -> None:
+    """Strike a rank that sends an object: it is sent whole or not at all, and the next one comes."""
+    dst, expected = (victim + 1) % model.world_size, model.object("sent")
+    if group.rank_in_group == victim:
+        _struck(group, alarms, partial(group.send_object, expected, dst))
+        group.send_object("last", dst)
+    elif group.rank_in_group == dst:
+        found = group.recv_object(victim)
+        if not (isinstance(found, str) and found == "last"):
+            check_same(found, expected, "what was sent before the strike")
+            check_same(group.recv_object(victim), "last", "what was sent after the strike")
+
+
+CALLS = {
+    "collective": _collective,
+    "collective again": _collective,
+    "receiving an object": _object,
+    "receiving a tensor": _tensor,
+    "receiving a dict": _dict,
+    "receiving a broadcast": _broadcast,
+    "sending": _sent,
+}
+"""By name: what a rank is struck in."""

@@ -16,7 +16,7 @@ import torch
 from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import Handle
-from device_comm.health import GroupHealth
+from device_comm.health import GroupHealth, Operation
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, DecodeError, DisagreementError, UsageError
 
@@ -168,7 +168,16 @@ class GatheringHostPlane(ABC):
             )
         inline = frame[:_GATHER_INLINE_BYTES].ljust(_GATHER_INLINE_BYTES, b"\0")
         header = _GATHER_HEADER.pack(len(frame), _GATHERS.index(name))
-        rows = self._all_gather(name, timeout_s, header + inline)
+        try:
+            return self._gather_frames(name, frame, header + inline, timeout_s)
+        except BaseException as error:
+            # The region knows of one round. Between two of them the other ranks would wait for the second.
+            self._health.left_halfway(Operation("host", name, 0), error)
+            raise
+
+    def _gather_frames(self, name: str, frame: bytes, first: bytes, timeout_s: float | None) -> list[Any]:
+        """Bring `first` in the first round, and `frame` in a second one if a frame does not fit into the first."""
+        rows = self._all_gather(name, timeout_s, first)
         headers = [_GATHER_HEADER.unpack_from(row) for row in rows]
         for rank, (length, call) in zip(self._health.ranks, headers, strict=True):
             # All ranks see the same headers, so no rank waits for a second round.

@@ -295,6 +295,8 @@ class RemoteReader(RemoteReads):
                 frame = self._dealer.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return False
+            if not len(frame):  # the rest of a record that a signal handler has cut
+                continue
             try:
                 self._hear(unpack(frame))
             except DecodeError as error:
@@ -475,7 +477,7 @@ class RemoteReader(RemoteReads):
                     self._dealer.disable_monitor()
                     self._monitor.close(0)
                     self._dealer.close(_FAREWELL_MS if is_connected else 0)
-            self._context.term()
+            self._end_context(self._context)
             with self._lock:
                 self._close_descriptors()
                 self._inbox.clear()

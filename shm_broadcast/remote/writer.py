@@ -80,6 +80,7 @@ class RemoteWriter(RemoteEnd):
         except BaseException:
             os.close(self._wake)
             raise
+        self._is_cut = False  # whether a signal handler may have interrupted the sending of a record
         # The native method behind `send`.
         self._send: Callable[[Any, int, bool], Any] = super(zmq.Socket, self._router).send
         self.endpoint: RemoteEndpoint = RemoteEndpoint(
@@ -358,11 +359,17 @@ class RemoteWriter(RemoteEnd):
 
     def _say(self, route: bytes, frame: zmq.Frame) -> bool:
         """Queue a record for one connection; return whether the connection exists."""
+        if self._is_cut:
+            # What is sent next would be taken for the second half of a record of which only the first was sent. An
+            # empty half ends it, which the reader drops. If the record is whole, zmq drops the empty frame itself.
+            self._send(b"", zmq.NOBLOCK, True)
+        # zmq looks for signals behind each half, and a handler may raise there.
+        self._is_cut = True
         try:
-            # All of it is native, so that no signal handler raises between the two: what is sent next would be taken
-            # for the second half of this record.
             deque(map(self._send, (route, frame), _FLAGS, _COPIES), maxlen=0)
+            self._is_cut = False
         except zmq.ZMQError as error:
+            self._is_cut = False
             # EAGAIN: the connection is being torn down and accepts no more records.
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
@@ -465,7 +472,7 @@ class RemoteWriter(RemoteEnd):
         self._stop_thread(self._wake)
         self._router.close(0)
         self._gatekeeper.socket.close(0)
-        self._context.term()
+        self._end_context(self._context)
         if self._wake >= 0:
             wake, self._wake = self._wake, -1
             os.close(wake)

@@ -14,7 +14,7 @@ from tests.stress.model import MismatchError, Model, check_same
 __all__ = ["calls"]
 
 MOST_CALLS = 12
-Made = Callable[[], None]
+Made = Callable[[], object]
 
 
 def calls(everyone: GroupCoordinator, alarms: Alarms, model: Model, name: str) -> None:

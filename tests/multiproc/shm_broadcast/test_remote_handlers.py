@@ -213,3 +213,25 @@ def test_what_a_handler_raises_while_a_writer_waits_passes_unchanged(call: str) 
                 break
             assert writer.statistics().messages == 1
         assert step > 20
+
+
+@pytest.mark.guarantee("R14")
+def test_a_handler_that_raises_between_the_halves_of_a_record_cuts_no_other_record() -> None:
+    """The socket looks for signals behind each half that it sends; the next record is not taken for the second half."""
+    with remote_queue() as (writer, readers):
+        leg: Any = writer._remote
+        send, left = leg._send, [1]
+
+        def strike_behind(data: Any, flags: int, copy: bool) -> None:
+            send(data, flags, copy)
+            if left and copy:  # the first half, which names the connection
+                left.pop()
+                raise Interrupt
+
+        with leg._lock:  # the thread sends heartbeats
+            leg._send = strike_behind
+            with pytest.raises(Interrupt):
+                leg._beat()
+        writer.enqueue("next", DEADLINE_S)
+        assert readers[1].dequeue(DEADLINE_S) == "next"
+    assert not left

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from coordinator.host.object_order import numbered
-from device_comm.health import GroupHealth
+from device_comm.health import GroupHealth, Operation
 from shm_broadcast import codec
 from shm_broadcast._core import NOTHING
 from shm_broadcast.errors import ClosedError, DecodeError, DisagreementError, UsageError
@@ -127,11 +127,14 @@ class BroadcastOrder:
 
     def send(self, obj: object, send: Send) -> None:
         """Broadcast `obj` with its number; or the reason why it cannot be, which this raises."""
-        self._settle(1)
-        number = self._number()
+        self._counted(lambda number: self._send(obj, number, send))
+
+    def _send(self, obj: object, number: int, send: Send) -> None:
         try:
             send((number, False, obj))
-        except UsageError:
+        except UsageError as refused:
+            if raised_by_handler(refused):
+                raise
             # The text is to name a place in `obj`, and not in the message.
             error = refusal_of(obj)
             if error is None:
@@ -141,8 +144,21 @@ class BroadcastOrder:
 
     def send_refusal(self, reason: str, send: Send) -> None:
         """Broadcast the reason why this rank refuses its call as the source."""
-        self._settle(1)
-        send((self._number(), True, reason))
+        self._counted(lambda number: send((number, True, reason)))
+
+    def _counted(self, act: Callable[[int], object]) -> None:
+        """Count a call that `act` sends to the others under its number.
+
+        What a signal handler raises meanwhile breaks the group: some may have the message, and others wait for it.
+        """
+        operation = Operation("host", self.name, 0)
+        try:
+            self._settle(1)
+            act(self._number())
+        except BaseException as error:
+            self._health.left = operation, error
+            self._health.left_halfway(operation, error)
+            raise
 
     def receive(self, src: int, receive: Receive, type_: Any = None) -> Any:
         """Return the object that rank `src` broadcasts in this call, as `type_` unless that is None.

@@ -260,10 +260,15 @@ class GlooHostPlane(GatheringHostPlane):
     def _receive_frame(
         self, operation: Operation, src: int, tag: int, timeout_s: float | None, type_: Any = None
     ) -> Any:
-        with Stages(self._health, operation):
+        # No `with` block: behind its end a handler could strike, and a message over Gloo cannot be put back.
+        try:
             first = self._receive_first(operation, [src], tag, timeout_s)[src]
             frame = self._complete_frame(operation, src, tag, first, timeout_s)
-        return codec.decode(frame, type_)
+            return codec.decode(frame, type_)
+        except BaseException as error:
+            self._health.left = operation, error
+            self._health.left_halfway(operation, error)
+            raise
 
     def _receive_first(
         self, operation: Operation, peers: Sequence[int], tag: int, timeout_s: float | None

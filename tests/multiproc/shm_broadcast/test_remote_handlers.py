@@ -15,7 +15,7 @@ from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import CommTimeoutError, UsageError
 from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
 from shm_broadcast.remote.ledger import Ledger, Part
-from tests.handlers import Interrupt, raising_at
+from tests.handlers import PLACES, Interrupt, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
 from tests.remotes import HERE, remote_queue
@@ -194,6 +194,29 @@ def test_a_handler_that_raises_in_a_write_parts_no_readers(then: str, nbytes: in
             assert len({end.statistics().messages for end in readers.values()}) == 1, step
             if not is_interrupted:
                 break
+        assert step > 20
+
+
+@pytest.mark.guarantee("R3")
+@pytest.mark.parametrize("local", [[], [2]])
+def test_statistics_tell_whether_a_struck_write_has_sent_its_message(local: list[int]) -> None:
+    """Wherever a handler raises, the count of messages tells at once whether the readers get the message."""
+    with remote_queue(local=local) as (writer, readers):
+        sent: list[Any] = []
+        for step in count():
+            before = writer.statistics().messages
+            is_interrupted = raising_at(
+                step, partial(writer.enqueue, step, DEADLINE_S), (*PLACES, "shm_broadcast/transports.py")
+            )
+            counted = writer.statistics().messages - before
+            assert counted in (0, 1)
+            sent += [step] * counted
+            writer.enqueue(-step, DEADLINE_S)
+            sent.append(-step)
+            if not is_interrupted:
+                break
+        writer.enqueue("last", DEADLINE_S)
+        assert [until_last(each) for each in readers.values()] == [sent] * len(readers)
         assert step > 20
 
 

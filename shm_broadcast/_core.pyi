@@ -298,5 +298,8 @@ class ReadEndpoint(_Endpoint):
     def end_loan(self, taken_bytes: int, /) -> None:
         """End the loan. It has read a message of `taken_bytes`, or no message if that is 0."""
 
+def undisturbed(call: Callable[[], object], /) -> object:
+    """Return what `call` returns. The kernel gives this thread no signals meanwhile, except for those of its faults."""
+
 def fork_count() -> int:
     """Return how many forks lie between the process that loaded this module and this one."""

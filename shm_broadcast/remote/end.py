@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -14,6 +13,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
+from shm_broadcast._core import undisturbed
 from shm_broadcast.errors import ClosedError, CommTimeoutError, GroupBrokenError, InternalError, UsageError
 from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import fork_count, this_process
@@ -53,7 +53,6 @@ class RemoteEnd(ABC):
         # Guards single uses of the socket. A signal handler that raises cannot come between a native lock and the block
         # that releases it.
         self._lock = threading.RLock()
-        self._ending = threading.Lock()  # held by the thread that ends zmq's context
         self._finishing = threading.RLock()  # held by the thread that does what `close` has to do
         self._is_serving = False
         self._is_over = False  # the thread uses nothing of this end any more, except for the lock
@@ -181,28 +180,9 @@ class RemoteEnd(ABC):
         """End zmq's context, whose sockets are closed. Can be done again.
 
         A signal makes zmq give up, and pyzmq says nothing of it: the threads and descriptors of the context would stay.
-        So this is done on a thread that gets no signals.
+        This takes no longer than the sockets may go on sending.
         """
-        if context.closed:
-            return
-        ender = threading.Thread(
-            target=self._terminate, args=(context,), name="group-coordinator-remote-end", daemon=True
-        )
-        try:
-            ender.start()
-        except RuntimeError:  # there are too many threads, or the interpreter ends
-            context.term()
-            return
-        self._news.await_until(math.inf, lambda: bool(context.closed))
-        ender.join()
-
-    def _terminate(self, context: Context) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        # A handler may have interrupted the call that started another such thread.
-        with self._ending:
-            context.term()
-        with self._lock:
-            self._news.tell()
+        undisturbed(context.term)
 
     @abstractmethod
     def close(self) -> None:

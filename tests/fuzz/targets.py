@@ -327,7 +327,7 @@ def _writer(endpoint: RemoteEndpoint) -> Any:
     end: Any = writer.RemoteWriter.__new__(writer.RemoteWriter)
     end.endpoint, end._router, end._identity, end.name = endpoint, _Socket(), b"", "q"
     end._news = News()
-    end._is_ended, end._send = False, end._router.send
+    end._is_ended, end._is_cut, end._send = False, False, end._router.send
     messages = [encode({"step": number}) for number in range(3)]
 
     def begin() -> None:

@@ -2,6 +2,7 @@
 #include "endpoint.hpp"
 
 #include <pthread.h>
+#include <signal.h>
 #include <structmember.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -404,9 +405,22 @@ bool add_type(PyObject* module, const char* name, newfunc make_one, PyMethodDef*
     return type && PyModule_AddObjectRef(module, std::strrchr(name, '.') + 1, type.get()) == 0;
 }
 
+// undisturbed(call) -> what the call returns. The kernel gives this thread no signals meanwhile, so that none ends a system
+// call of code that does not go on after EINTR. Native, because a handler may run behind Python's own pthread_sigmask, and raise.
+PyObject* undisturbed(PyObject*, PyObject* call) {
+    sigset_t wanted, before;
+    sigfillset(&wanted);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&wanted, fault);
+    pthread_sigmask(SIG_BLOCK, &wanted, &before);
+    PyObject* result = PyObject_CallNoArgs(call);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return result;
+}
+
 PyMethodDef functions[] = {
     {"fork_count", fork_count, METH_NOARGS, nullptr},
     {"pacer_step", pacer_step, METH_VARARGS, nullptr},
+    {"undisturbed", undisturbed, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -86,7 +86,9 @@ def struck(
             if rank == victim:
                 is_over = not raising_at(step, make, FILES)
                 try:
-                    if made(group) == before:
+                    # A queue counts a message that it has read; until it is handed out it is that of the next call.
+                    is_kept = by_queue and rank != 0 and not results
+                    if made(group) == before or is_kept:
                         make()
                     group._health.check_usable("the next call")
                 except GroupBrokenError as error:

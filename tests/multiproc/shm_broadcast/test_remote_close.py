@@ -229,6 +229,23 @@ def test_a_handler_may_close_a_writer_in_every_place_of_a_call(full: bool, local
     assert step > 10
 
 
+@pytest.mark.guarantee("R7")
+def test_signals_leave_no_context_behind() -> None:
+    """A signal makes zmq give up the end of a context, and pyzmq hides that: the threads and descriptors would stay."""
+    before = descriptors()
+    old = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+    try:
+        for _ in range(20):
+            with remote_queue() as (writer, readers):
+                writer.enqueue("first", DEADLINE_S)
+                assert readers[1].dequeue(DEADLINE_S) == "first"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert descriptors() == before
+
+
 def read_all(reader: QueueReader) -> int:
     """Return how many messages the reader gets before the writer's end of the queue."""
     messages = 0

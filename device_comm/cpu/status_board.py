@@ -90,7 +90,7 @@ class StatusBoard:
             return None
         try:
             return _record_decoder.decode(text)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             # A rank wrote something else into its memory: this rank goes on with what it knows itself.
             return None
 

@@ -98,10 +98,11 @@ def test_arrivals_and_departures_of_the_others_are_read(memory: mmap.mmap) -> No
         assert each.publish(lost(2)) == lost(2)
 
 
-def test_a_record_that_is_none_of_ours_is_ignored(memory: mmap.mmap) -> None:
-    """Another rank may write anything; this one goes on with what it knows itself."""
+@pytest.mark.parametrize("text", [b"no record", b'{"kind":"\xff"}', b'{"x":' + b"[" * 3000])
+def test_a_record_that_is_none_of_ours_is_ignored(memory: mmap.mmap, text: bytes) -> None:
+    """Another rank may write anything: no JSON, no UTF-8, deep nesting; this one goes on with what it knows itself."""
     mine = board(memory, 2)
-    _core.board_publish(memory, len(RANKS), 1, b"no record")
+    _core.board_publish(memory, len(RANKS), 1, text)
     assert mine.failure_record() is None
     assert mine.publish(lost(2)) == lost(2)
     memory[:4] = (200).to_bytes(4, "little")

@@ -11,11 +11,13 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from device_comm.cpu.status_board import StatusBoard
 from shm_broadcast import codec, endpoint, handle, segment
 from shm_broadcast.codec import numpy_adapter, plain_adapter, torch_adapter
 from shm_broadcast.remote import ledger, reader, wire, writer
 from tests.fuzz.builds import CORES, COUNTING, LOAD, ROOT, build_core
 from tests.fuzz.driver import fuzz
+from tests.fuzz.entries import code_of
 from tests.fuzz.targets import TARGETS
 
 __all__ = ["LEAST", "PAGE", "of_native", "of_python"]
@@ -45,6 +47,7 @@ PYTHON: dict[str, list[Any]] = {
         writer.RemoteWriter._hear,
         writer.RemoteWriter._greet,
     ],
+    "board": [StatusBoard.arrivals, StatusBoard.failure_record, StatusBoard._decoded, StatusBoard.left],
 }
 """By target: the functions that decode in Python."""
 
@@ -72,6 +75,8 @@ NATIVE: dict[str, dict[str, list[str]]] = {
     "region": {
         "cpu/shared_region.hpp": ["SharedRegion::SharedRegion", "::valid", "::fits", "::slot", "::posted"]
     },
+    "board": {"cpu/status_board.hpp": ["Board::"]},
+    "channels": {"cpu/channels.hpp": ["Table::"]},
 }
 """By target and file: parts of the names of the functions that decode; an empty one stands for all."""
 
@@ -109,8 +114,7 @@ def of_python(name: str, inputs: int, folder: Path) -> tuple[int, dict[str, list
 
 
 def _codes(function: Any) -> Iterator[CodeType]:
-    function = getattr(function, "func", function)  # of a partial
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    code = code_of(function)
     pending = [] if code is None else [code]
     while pending:
         code = pending.pop()

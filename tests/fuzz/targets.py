@@ -7,8 +7,8 @@ import itertools
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import zmq
 
-from device_comm import _core as device_core
 from shm_broadcast import _core, codec, segment
 from shm_broadcast.codec import decode, encode, frame_length
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteSettings
@@ -30,48 +29,18 @@ from shm_broadcast.remote.ledger import Inbox, Ledger
 from shm_broadcast.remote.news import News
 from shm_broadcast.remote.wire import Kind, pack
 from shm_broadcast.segment import Handover, Hello
+from tests.fuzz.shared_memory_targets import board_target, channels_target, region_target
+from tests.fuzz.target import Target
 from tests.hostile_frames import array as array_frame
 from tests.hostile_frames import frame_of, hook
 from tests.unit.shm_broadcast.codec_samples import VALUES
 
-__all__ = ["TARGETS", "Target"]
+__all__ = ["TARGETS"]
 
 KEY = bytes(range(32))
 FIRST_PLACE = 256
 """Bytes of the header of a ring for one reader; its records begin on the next page."""
 RING_BYTES = 4 * 4096
-SLOT = 4096
-
-
-def _unchanged(data: bytes, number: int) -> bytes:
-    return data
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass
-class Target:
-    """One decoder.
-
-    Attributes:
-        name: Its name on the command line.
-        seeds: Valid messages.
-        run: Decodes one input.
-        errors: With these it may refuse one.
-        repair: Mends what would be refused at once, as a checksum; it gets the input and its number.
-        is_fixed: Whether inputs keep the size of their seed.
-        close: Gives back what the target holds.
-    """
-
-    name: str
-    seeds: Sequence[bytes]
-    run: Callable[[bytes], object]
-    errors: tuple[type[Exception], ...]
-    repair: Callable[[bytes, int], bytes] = _unchanged
-    is_fixed: bool = False
-    close: Callable[[], object] = _nothing
 
 
 # --- frames of the codec --------------------------------------------------------------------------------------
@@ -89,6 +58,8 @@ def codec_target() -> Target:
         np.float32(1),
         torch.Size([1]),
         torch.bfloat16,
+        np.dtype([("a", "i4"), ("b", "U3")]),
+        np.str_("text"),
     ]
     # What is out of band makes long frames; each alone is still short.
     long = [
@@ -127,7 +98,7 @@ def codec_target() -> Target:
         struct.pack_into("<Q", changed, 8, len(data))
         return bytes(changed)
 
-    return Target("codec", frames, run, (DecodeError,), mended)
+    return Target("codec", frames, run, (DecodeError,), mended, results=("accepted", "DecodeError"))
 
 
 # --- the handle of a queue ------------------------------------------------------------------------------------
@@ -151,7 +122,14 @@ def handle_target() -> Target:
         mac = hmac.digest(KEY, b"handle" + body, "sha256")
         return (mac if number % 16 else bytes(32)) + body
 
-    return Target("handle", bodies, lambda data: QueueHandle.from_bytes(data, KEY), (DecodeError,), signed)
+    return Target(
+        "handle",
+        bodies,
+        lambda data: QueueHandle.from_bytes(data, KEY),
+        (DecodeError,),
+        signed,
+        results=("accepted", "DecodeError"),
+    )
 
 
 # --- the handover of a segment --------------------------------------------------------------------------------
@@ -204,11 +182,16 @@ def handover_target() -> Target:
     owner._joined = lambda hello, descriptor: os.close(descriptor)
     challenge = bytes(32)
     there: list[_Peer] = []
-    replaced = {
+    met: Counter[str] = Counter()
+
+    def new_socket() -> _Peer:
+        return there.pop()
+
+    replaced: dict[str, Callable[..., Any]] = {
         "_proof": lambda key, role, data: hashlib.blake2b(role + data, key=key, digest_size=32).digest(),
         "this_process": lambda: identity,
         "open_pidfd": lambda pid: os.dup(null),
-        "new_socket": there.pop,
+        "new_socket": new_socket,
     }
     before = {name: vars(segment)[name] for name in replaced}
     vars(segment).update(replaced)
@@ -231,6 +214,7 @@ def handover_target() -> Target:
         finally:
             if there:
                 raise AssertionError("the owner's answer was not read")
+        met["taken"] += 1
         os.close(memory)
         os.close(watch)
 
@@ -245,7 +229,16 @@ def handover_target() -> Target:
         vars(segment).update(before)
         os.close(null)
 
-    return Target("handover", hellos, run, (DecodeError, PeerLostError), close=close)
+    return Target(
+        "handover",
+        hellos,
+        run,
+        (DecodeError, PeerLostError),
+        close=close,
+        stand_ins=(*replaced.values(), owner._joined, _Peer.recv, _Peer.recvmsg, _Peer.sendmsg),
+        results=("accepted", "DecodeError", "PeerLostError", "taken"),
+        met=met,
+    )
 
 
 def _ignore(*_: object) -> None:
@@ -300,7 +293,14 @@ def remote_target() -> Target:
         else:
             writers.hear(record)
 
-    return Target("remote", records, run, (DecodeError,))
+    return Target(
+        "remote",
+        records,
+        run,
+        (DecodeError,),
+        stand_ins=(_Socket.send, codec.decode),
+        results=("accepted", "DecodeError"),
+    )
 
 
 def _reader(endpoint: RemoteEndpoint) -> Any:
@@ -391,6 +391,11 @@ def ring_target() -> Target:
         seeds.append(_kept(memory))
     _claim_too_much(memory)
     seeds.append(_kept(memory))
+    calls = ("waited", "taken", "received", "sent at once", "sent")
+    met: Counter[str] = Counter()
+
+    def tried(name: str, call: Callable[[], object]) -> None:
+        met[name if _try(call) else f"{name}: refused"] += 1
 
     def run(data: bytes) -> None:
         memory = bytearray(RING_BYTES)  # each in a block of its own, so that the sanitizer sees its ends
@@ -398,59 +403,36 @@ def ring_target() -> Target:
         memory[4096 : 4096 + len(data) - FIRST_PLACE] = data[FIRST_PLACE:]
         _core.ring_facts(memory)
         _core.ring_state(memory)
-        _try(lambda: _core.ring_wait(memory, 0, 0, 0))
-        _try(lambda: _core.ring_take(memory, 0))
+        tried("waited", lambda: _core.ring_wait(memory, 0, 0, 0))
+        tried("taken", lambda: _core.ring_take(memory, 0))
         there = _core.ReadEndpoint(memory, 0, codec.build_owned, "park", _look_around)
         for _ in range(3):
-            _try(lambda: there.receive_within(0, 0))
+            tried("received", lambda: there.receive_within(0, 0))
         back = _core.WriteEndpoint(memory, codec.describe, "park", _look_around)
-        _try(lambda: back.send_now({"x": 1}, 0))
-        _try(lambda: back.send(b"y" * 3000, 0))
+        tried("sent at once", lambda: back.send_now({"x": 1}, 0))
+        tried("sent", lambda: back.send(b"y" * 3000, 0))
 
-    return Target("ring", seeds, run, (ValueError, RefusedError), is_fixed=True)
+    # A header that `ring_wait` would refuse has been refused by `ring_facts` before.
+    ends = [f"{call}{end}" for call in calls for end in ("", ": refused") if call + end != "waited: refused"]
+    return Target(
+        "ring",
+        seeds,
+        run,
+        (ValueError, RefusedError),
+        is_fixed=True,
+        stand_ins=(_look_around,),
+        results=("accepted", "MappingError", *ends),
+        met=met,
+    )
 
 
-def _try(call: Callable[[], object]) -> None:
-    """Make a call that may be refused, and go on with the same memory."""
+def _try(call: Callable[[], object]) -> bool:
+    """Make a call that may be refused, and go on with the same memory; return whether it was not."""
     try:
         call()
     except (ValueError, RefusedError):
-        return
-
-
-# --- the header of a group's region ---------------------------------------------------------------------------
-
-
-def region_target() -> Target:
-    """Return the calls of one rank on a region whose header and posts are changed."""
-    nbytes = device_core.segment_bytes(2, SLOT)
-    memory = bytearray(nbytes)
-    device_core.lay_out(memory, 2, SLOT, 7)
-    fresh = bytes(memory[:4096])
-    device_core.SharedRegion(memory, 1).barrier()
-    seeds = [fresh[:640], bytes(memory[:640])]
-    source, result = torch.ones(100), torch.ones(100)
-    turn = itertools.count()
-
-    def run(data: bytes) -> None:
-        changed = bytearray(nbytes)
-        changed[:640] = data
-        end = device_core.SharedRegion(changed, 0)
-        end.missing()
-        end.last_calls()
-        if next(turn) % 20_000:
-            return
-        # A call that lacks the other rank's post returns after 50 ms.
-        end.barrier()
-        end.resume(0)
-        end.missing()
-        end.last_calls()
-        other = device_core.SharedRegion(changed, 0)
-        other.reduce(device_core.ALL_REDUCE_ONE_SHOT, source.data_ptr(), result.data_ptr(), 100, 6, 0, 0)
-        other.resume(0)
-        other.disagreement()
-
-    return Target("region", seeds, run, (ValueError,), is_fixed=True)
+        return False
+    return True
 
 
 TARGETS: dict[str, Callable[[], Target]] = {
@@ -460,5 +442,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "remote": remote_target,
     "ring": ring_target,
     "region": region_target,
+    "board": board_target,
+    "channels": channels_target,
 }
 """By name: each makes its target anew."""

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shm_broadcast import liveness, segment
 from tests.fuzz.builds import CORES, LOAD, ROOT, SANITIZED, build_core
 from tests.fuzz.coverage import LEAST, NATIVE, PAGE, PYTHON, of_native, of_python
 from tests.fuzz.driver import FuzzError, Mutator, fuzz
-from tests.fuzz.targets import TARGETS, Target
+from tests.fuzz.entries import check_entered
+from tests.fuzz.target import Target
+from tests.fuzz.targets import TARGETS
 from tests.probes import requires
 
 SAMPLE = 6_000
@@ -32,13 +36,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.guarantee("C10", "B10", "B17")
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_sample_of_changed_messages_is_decoded_or_refused(folder: Path, name: str) -> None:
-    """Some thousand inputs for each decoder; `make test-thorough` takes ten million, under the sanitizers."""
+    """Some thousand inputs enter each decoder; `make test-thorough` takes ten million, under the sanitizers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numpy warns of dtypes that nobody should use
-        counts = fuzz(TARGETS[name](), folder, SAMPLE)
+        counts = check_entered(TARGETS[name](), PYTHON.get(name, []), folder, SAMPLE)
     assert sum(counts.values()) == SAMPLE
     assert counts["accepted"] > 100
-    assert len(counts) > 1
+
+
+def test_a_stand_in_that_is_not_used_is_found(folder: Path) -> None:
+    """The sample fails if the decoder calls its own function where the target meant another one."""
+    target = TARGETS["handover"]()
+    vars(segment)["this_process"] = liveness.this_process  # `close` of the target puts back what was there
+    with pytest.raises(AssertionError, match=r"handover: no input entered targets\.py:\d+ <lambda>$"):
+        check_entered(target, PYTHON["handover"], folder, SAMPLE)
+
+
+def test_a_decoder_that_is_not_entered_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample fails if what reads the messages is not called, though no input is refused wrongly."""
+
+    def dropped(owner: Any, visitor: Any) -> None:
+        for descriptor in visitor.peer._descriptors:
+            os.close(descriptor)
+
+    monkeypatch.setattr(segment.Handover, "_give", dropped)
+    with pytest.raises(AssertionError, match=r"no input entered segment\.py:\d+ _give, "):
+        check_entered(TARGETS["handover"](), PYTHON["handover"], folder, SAMPLE)
+
+
+def test_a_result_that_never_comes_is_found(folder: Path) -> None:
+    """The sample fails if native code never gives a result that the target names."""
+    target = Target("idle", [b"abc"], lambda data: None, (ValueError,), results=("accepted", "received"))
+    with pytest.raises(AssertionError, match="^idle: no input had the result received$"):
+        check_entered(target, [], folder, 100)
 
 
 def test_an_input_is_the_same_in_every_run(folder: Path) -> None:

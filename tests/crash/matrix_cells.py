@@ -1,5 +1,6 @@
 """What the ranks of one cell of `matrix.md` do, and what the process that sends the signal does."""
 
+import gc
 import itertools
 import os
 import random
@@ -19,10 +20,11 @@ from coordinator.group import GroupCoordinator
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
 from shm_broadcast.settings import BroadcastSettings
+from tests.leaks import Snapshot, leaked_since
 from tests.waiting import has_ended, sleeping_in, wait_until
 from tests.worlds import meet, world
 
-__all__ = ["RANKS", "STOP_S", "VICTIMS", "Sender", "live_in_a_cell", "witnesses"]
+__all__ = ["RANKS", "STOP_S", "VICTIMS", "Sender", "live_in_a_cell", "may_keep_descriptors", "witnesses"]
 
 RANKS = 3
 VICTIMS = {"first": [0], "other": [2], "all": [0, 1, 2]}
@@ -248,18 +250,46 @@ PLANES: dict[str, Callable[[Part], None]] = {
     "collective": _collective,
     "channel": _channel,
     "Gloo call": _collective,
+    "Gloo message": _channel,
     "creation": _creation,
     "destroy": _destroy,
 }
 
 
+def may_keep_descriptors(plane: str, place: str, name: str) -> bool:
+    """Return whether a victim of this cell may keep a descriptor or a mapping.
+
+    Python runs a handler between any two instructions, also between receiving a descriptor and storing it.
+    """
+    return name == "SIGINT" and (plane == "creation" or (plane, place) == ("destroy", "mid-copy"))
+
+
 def live_in_a_cell(
     rank: int, world_size: int, directory: Path, plane: str, place: str, hit: str, name: str, marks: str
 ) -> dict[str, Any]:
-    """Play this rank's part; return how it ended. This is a function for `run_ranks`."""
+    """Play this rank's part; return how it ended, and what it left behind. This is a function for `run_ranks`."""
+    before, mapped = Snapshot.take(), _segments()
+    found = _live(rank, world_size, directory, plane, place, hit, name, marks)
+    gc.collect()
+    left = leaked_since(before)
+    more = _segments() - mapped
+    left += [f"{more} mapped segments"] if more > 0 else []
+    if rank in VICTIMS[hit] and may_keep_descriptors(plane, place, name):
+        left = [each for each in left if not each.startswith("descriptor ") and "mapped" not in each]
+    return {**found, "left": left}
+
+
+def _segments() -> int:
+    """Return how many mappings of shared memory of the product this process has."""
+    return Path("/proc/self/maps").read_text().count("memfd:group-coordinator")
+
+
+def _live(
+    rank: int, world_size: int, directory: Path, plane: str, place: str, hit: str, name: str, marks: str
+) -> dict[str, Any]:
     interrupts = Interrupts()
     victims = VICTIMS[hit]
-    if plane == "Gloo call":
+    if plane.startswith("Gloo"):
         shared_memory.host_id = lambda: f"host {rank}"
     with world(rank, world_size, directory) as everyone:
         part = Part(everyone, directory, Path(marks), place, victims, name)

@@ -265,17 +265,15 @@ def _name_of(wanted: Any) -> str:
     return wanted.__qualname__ if builtins.type(wanted) is builtins.type else repr(wanted)
 
 
-def _load(package: str) -> bool:
-    """Load the adapter of `package`; tell whether it brought anything new.
+def _load(package: str) -> None:
+    """Load the adapter of `package`; it may have been loaded before, as a whole or in part.
 
     Those of arrays and tensors also teach the native core the dtypes that it can handle itself.
     """
     adapter = importlib.import_module(f"shm_broadcast.codec.{package}_adapter")
-    before = len(_describers)
     _describers.update(adapter.DESCRIBERS)
     _builders.update(adapter.BUILDERS)
     _data_builders.update(adapter.DATA_BUILDERS)
-    return len(_describers) > before
 
 
 def describe(obj: object) -> Description:
@@ -329,8 +327,11 @@ def _describer_of(cls: type) -> Describer:
     if issubclass(cls, Enum):
         return describe_enum
     root = cls.__module__.partition(".")[0]
-    if root in _LAZY and _load(root) and cls in _describers:
-        return _describers[cls]
+    if root in _LAZY:
+        # A signal handler or another thread may have loaded it since the caller looked.
+        _load(root)
+        if cls in _describers:
+            return _describers[cls]
     if issubclass(cls, BaseException):
         return describe_exception
     found = find_entry(cls)

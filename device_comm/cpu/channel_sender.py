@@ -22,6 +22,7 @@ from device_comm.cpu.channel_ends import (
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.remote.news import News
 
 # How often a thread that writes checks whether the channels were closed.
 _BACKGROUND_SLICE_NS: Final = 20_000_000
@@ -43,8 +44,10 @@ class Sending:
         self.thread: int = threading.get_ident()
         # Whether a part may be in the channel, where nothing but the rest may follow it.
         self.has_begun: bool = False
-        # Set, and the memory let go, when the channel owns the whole message.
-        self.is_owned: threading.Event = threading.Event()
+        # Set, and the memory let go, when the channel owns the whole message. This and `News` are no event: a handler
+        # that raised inside of one could leave its lock taken, and one that waited for this too would never get it.
+        self.is_owned: bool = False
+        self._news = News()
 
     def advance(self, spin_ns: int, park_ns: int) -> bool:
         """Write what there is room for, waiting once where there is none; return whether anything was written.
@@ -70,14 +73,15 @@ class Sending:
         self._error = error
         self._message = None
         self.sender.done(self)
-        self.is_owned.set()
+        self.is_owned = True
+        self._news.tell()
         self.sender.go_on()
 
     def run(self) -> None:
         """Write the whole message on a thread of our own; never raises."""
         try:
             spin_ns = SPIN_NS
-            while not self.is_owned.is_set():
+            while not self.is_owned:
                 if self.sender.crossing.is_closed:
                     raise_left()
                 spin_ns = SPIN_NS if self.advance(spin_ns, _BACKGROUND_SLICE_NS) else 0
@@ -88,7 +92,7 @@ class Sending:
         """Return whether the channel owns all of it. Raises why it cannot."""
         if self._error is not None:
             raise self._error
-        if self.is_owned.is_set():
+        if self.is_owned:
             return True
         # The thread that writes may not have noticed yet, or could not be started before.
         self.sender.raise_if_deserted()
@@ -98,8 +102,10 @@ class Sending:
     def poll(self, slice_s: float) -> bool:
         """Wait for the thread that writes."""
         look = Look(self.sender.crossing, slice_s)
-        while not self.is_owned.wait(look.park_ns() / 1e9):
-            if look.is_over(None):
+        news = self._news.next
+        while not self.is_owned:
+            self._news.sleep(news, look.park_ns() / 1e9)
+            if not self.is_owned and look.is_over(None):
                 # The call that is about to start the thread may have been interrupted, also by this one.
                 self.sender.call_thread(again=True)
                 break
@@ -107,7 +113,7 @@ class Sending:
 
     def pending(self) -> tuple[int, ...]:
         """Return the receiver while there is no room."""
-        return () if self.is_owned.is_set() else (self.sender.peer,)
+        return () if self.is_owned else (self.sender.peer,)
 
 
 class Writing:
@@ -129,7 +135,7 @@ class Writing:
                 park_ns = look.park_ns() if is_alone else int(BUSY_LOOK_S * 1e9)
                 if not self._open[0].advance(SPIN_NS, park_ns) and look.is_over(None):
                     break
-            self._open = [sending for sending in self._open if not sending.is_owned.is_set()]
+            self._open = [sending for sending in self._open if not sending.is_owned]
         return not self._open
 
     def pending(self) -> tuple[int, ...]:

@@ -285,7 +285,7 @@ def test_what_queues_behind_a_call_goes_on_when_that_call_takes_its_message_back
                         second.is_complete()
             if not can_start:
                 second.is_complete()
-            assert second.is_owned.wait(LIMIT_S)
+            wait_until(lambda: second.is_owned, "the second message")  # noqa: B023 - called at once
         assert found == [LONG]
 
 

@@ -12,8 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from device_comm import checks
 from device_comm.base import CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import Handle, PointToPointHandle, StreamHandle
 from device_comm.health import FOREVER_S, GRACE_S, GroupHealth, Operation
+from device_comm.movable import movable
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import ClosedError, InternalError
@@ -36,6 +36,8 @@ TENSOR_TAG: Final = 16
 # The tag of tensors that a collective moves between two ranks. With `TENSOR_TAG` it could take a tensor that was sent
 # point to point before the collective.
 COLLECTIVE_TAG: Final = 17
+
+Result = TypeVar("Result")
 
 # `send` or `recv` of a process group: takes the tensor in a list, the peer and the tag.
 Post: TypeAlias = Callable[[list[torch.Tensor], int, int], dist.Work]
@@ -79,50 +81,34 @@ def backend_timeout(timeout_s: float | None) -> timedelta:
     return timedelta(seconds=FOREVER_S if timeout_s is None else min(timeout_s + BACKEND_MARGIN_S, FOREVER_S))
 
 
-class Stages:
-    """All stages of a call, as a block. What is raised in it breaks the group, except for the call's own errors.
+def in_stages(health: GroupHealth, operation: Operation, stages: Callable[[], Result]) -> Result:
+    """Return `stages()`, all stages of a call. What is raised in it breaks the group, except for the call's own errors.
 
     A process group does not know which of its operations belong to one call: behind a stage that was left out, the next
     operation of this rank would meet the next stage of the others. Calls over shared memory have numbers instead.
+
+    This is no context manager: a signal handler could raise at the beginning of its `__exit__`, where a handle is lost
+    or a second exception leaves the call unmarked.
     """
-
-    __slots__ = ("_health", "_operation")
-
-    def __init__(self, health: GroupHealth, operation: Operation) -> None:
-        """Do nothing yet."""
-        self._health = health
-        self._operation = operation
-
-    def __enter__(self) -> Operation:
-        """Return the operation."""
-        return self._operation
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Break the group if the block was left halfway."""
-        if error is not None:
-            self._health.left_halfway(self._operation, error)
+    try:
+        return stages()
+    except BaseException as error:
+        health.left = operation, error
+        health.left_halfway(operation, error)
+        raise
 
 
-class Collective(Stages):
-    """All stages of a collective, which begins with the block. Raises as `GroupHealth.begin`."""
-
-    __slots__ = ()
-
-    def __init__(self, health: GroupHealth, plane: str, name: str) -> None:
-        """Do nothing yet; the arguments are those of `GroupHealth.begin`."""
-        super().__init__(health, Operation(plane, name, 0))
-
-    def __enter__(self) -> Operation:
-        """Begin the collective and return it."""
-        try:
-            self._operation = self._health.begin(self._operation.plane, self._operation.name)
-        except BaseException as error:
-            # It may have taken its number.
-            self._health.left_halfway(self._operation, error)
-            raise
-        return self._operation
+def collective(health: GroupHealth, plane: str, name: str, stages: Callable[[Operation], Result]) -> Result:
+    """Begin a collective and return `stages(operation)`, as `in_stages`. Raises as `GroupHealth.begin`."""
+    # It may have taken its number when a handler raises.
+    operation = Operation(plane, name, 0)
+    try:
+        operation = health.begin(plane, name)
+        return stages(operation)
+    except BaseException as error:
+        health.left = operation, error
+        health.left_halfway(operation, error)
+        raise
 
 
 class ProcessGroupCommunicator(DeviceCommunicator):
@@ -171,7 +157,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     # ------------------------------------------------------------------ collectives
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
-        with Collective(self._health, "device", "all_reduce") as operation:
+        def stages(operation: Operation) -> torch.Tensor:
             source = dense(input_)
             if source.numel() == 0:
                 return torch.empty_like(source)
@@ -187,10 +173,12 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             gathered = self._gather_bytes(operation, as_bytes(own), timeout_s)
             return gathered.view(source.dtype)[: flat.numel()].view(source.shape)
 
+        return collective(self._health, "device", "all_reduce", stages)
+
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor | None:
-        with Collective(self._health, "device", "reduce") as operation:
+        def stages(operation: Operation) -> torch.Tensor | None:
             source = dense(input_)
             if source.nbytes <= ONE_SHOT_BYTES or self.world_size == 2:
                 # The root combines what it gathers: one transfer instead of an exchange and a transfer.
@@ -208,6 +196,8 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             self._transfer(operation, self.process_group.recv, shares, timeout_s)
             return result.view(source.shape)
 
+        return collective(self._health, "device", "reduce", stages)
+
     def _shares(self, elements: int) -> list[int]:
         """Return how many elements of a flat tensor each rank combines; no rank has more than the first."""
         share = -(-elements // self.world_size)
@@ -216,9 +206,11 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def _reduce_scatter(
         self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
-        with Collective(self._health, "device", "reduce_scatter") as operation:
+        def stages(operation: Operation) -> torch.Tensor:
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
             return self._combine(operation, rows, sizes, op, timeout_s).movedim(0, dim).contiguous()
+
+        return collective(self._health, "device", "reduce_scatter", stages)
 
     def _combine(
         self,
@@ -242,11 +234,14 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         if dim or len(set(sizes)) > 1 or not output.numel() or not is_plain(output):
             super()._all_gather_into(output, input_, dim, sizes, timeout_s)
             return
-        with Collective(self._health, "device", "all_gather") as operation:
+
+        def stages(operation: Operation) -> None:
             self._gather_bytes(operation, as_bytes(dense(input_)), timeout_s, as_bytes(output))
 
+        collective(self._health, "device", "all_gather", stages)
+
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
-        with Collective(self._health, "device", "all_gather") as operation:
+        def stages(operation: Operation) -> torch.Tensor:
             source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
             shapes = [(*source.shape[:dim], size, *source.shape[dim + 1 :]) for size in sizes]
             if all(0 in shape for shape in shapes):
@@ -261,11 +256,15 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             parts = [row[: math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
             return torch.cat(parts, dim)
 
+        return collective(self._health, "device", "all_gather", stages)
+
     def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: Timeout) -> torch.Tensor | None:
-        with Collective(self._health, "device", "gather") as operation:
+        def stages(operation: Operation) -> torch.Tensor | None:
             source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
             parts = self._gather_parts(operation, source, dst, timeout_s)
             return None if parts is None else _concatenate(parts, dim)
+
+        return collective(self._health, "device", "gather", stages)
 
     def _gather_parts(
         self, operation: Operation, source: torch.Tensor, dst: int, timeout_s: Timeout
@@ -289,7 +288,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         sizes: tuple[int, ...],
         timeout_s: float | None,
     ) -> None:
-        with Collective(self._health, "device", "scatter") as operation:
+        def stages(operation: Operation) -> None:
             if input_ is None:
                 self._receive(operation, output, src, timeout_s or self.context.timeout_s).wait()
                 return
@@ -299,15 +298,19 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             output.detach().copy_(parts[src].reshape(output.shape))
             self._transfer(operation, self.process_group.send, others, timeout_s)
 
+        collective(self._health, "device", "scatter", stages)
+
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
-        with Collective(self._health, "device", "all_to_all") as operation:
+        def stages(operation: Operation) -> torch.Tensor:
             self._compare_sizes(operation, send_sizes, recv_sizes, timeout_s)
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
             result = rows.new_empty((sum(recv_sizes), *rows.shape[1:]))
             self._exchange(operation, rows, result, send_sizes, recv_sizes, timeout_s)
             return result.movedim(0, dim).contiguous()
+
+        return collective(self._health, "device", "all_to_all", stages)
 
     def _all_to_all_into(
         self,
@@ -321,10 +324,13 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         if dim or not is_plain(output):
             super()._all_to_all_into(output, input_, dim, send_sizes, recv_sizes, timeout_s)
             return
-        with Collective(self._health, "device", "all_to_all") as operation:
+
+        def stages(operation: Operation) -> None:
             self._compare_sizes(operation, send_sizes, recv_sizes, timeout_s)
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_)
             self._exchange(operation, rows, output, send_sizes, recv_sizes, timeout_s)
+
+        collective(self._health, "device", "all_to_all", stages)
 
     def _compare_sizes(
         self, operation: Operation, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
@@ -338,7 +344,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, table)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
-        with Collective(self._health, "device", "broadcast") as operation:
+        def stages(operation: Operation) -> torch.Tensor:
             if self.rank_in_group == src:
                 source = dense(tensor)
                 others = {rank: source for rank in range(self.world_size) if rank != src}
@@ -346,6 +352,8 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             else:
                 self._receive(operation, tensor, src, timeout_s or self.context.timeout_s).wait()
             return tensor
+
+        return collective(self._health, "device", "broadcast", stages)
 
     # ------------------------------------------------------------------ point to point
 
@@ -357,6 +365,17 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
         operation = self._health.begin_point_to_point("device", f"recv from {self.context.ranks[src]}")
         return self._receive(operation, tensor, src, timeout_s)
+
+    def _recv(self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: Timeout) -> torch.Tensor:
+        # A message cannot be put back, so whatever a handler raises from its posting to its arrival is told.
+        operation = self._health.begin_point_to_point("device", f"recv from {self.context.ranks[src]}")
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+
+        def stages() -> None:
+            self._receive(operation, movable(tensor), src, timeout_s).wait()
+
+        in_stages(self._health, operation, stages)
+        return tensor
 
     def _receive(self, operation: Operation, tensor: torch.Tensor, src: int, timeout_s: Timeout) -> Handle:
         """Start to receive into a tensor of any layout."""
@@ -376,7 +395,8 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         """Post one transfer for each peer that is a key of `tensors`, unless its tensor is empty."""
         tag = COLLECTIVE_TAG if operation.number else TENSOR_TAG
         works: list[tuple[int, dist.Work]] = []
-        with Stages(self._health, operation):
+
+        def stages() -> Handle:
             with self._health.transport(operation):
                 for peer, tensor in tensors.items():
                     if tensor.numel():
@@ -385,6 +405,8 @@ class ProcessGroupCommunicator(DeviceCommunicator):
                 return StreamHandle(self._health, operation, works, tensors, landing)
             transfer = PointToPointWorks(self.threads, works, tensors)
             return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
+
+        return in_stages(self._health, operation, stages)
 
     def _transfer(
         self, operation: Operation, post: Post, tensors: dict[int, torch.Tensor], timeout_s: Timeout

@@ -4,8 +4,9 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import count
 from types import FrameType
+from typing import Any
 
-__all__ = ["PLACES", "Interrupt", "handling_at", "raising_at"]
+__all__ = ["PLACES", "Interrupt", "handling_at", "raising_at", "raising_twice_at"]
 
 
 class Interrupt(BaseException):
@@ -63,3 +64,54 @@ def raising_at(step: int, call: Callable[[], object], places: Sequence[str] = PL
         return handling_at(step, call, handler, places)
     except Interrupt:
         return True
+
+
+def raising_twice_at(
+    step: int, second: int, call: Callable[[], object], places: Sequence[str], later: Sequence[str]
+) -> tuple[bool, bool]:
+    """Run `call`, raise as `raising_at`, and once more at a place behind that, inside of the files `later`.
+
+    Returns:
+        Whether the first place came, and whether the second one did before the exception had left `call`.
+    """
+    passed, come = [count(), count()], [False, False]
+
+    def profile(frame: FrameType, event: str, _arg: object) -> None:
+        index = int(come[0])
+        is_place = event in ("call", "c_return") and frame.f_code.co_filename.endswith(
+            tuple((places, later)[index])
+        )
+        if (
+            not come[1]
+            and is_place
+            and frame.f_code.co_name != "__del__"
+            and next(passed[index]) == (step, second)[index]
+        ):
+            come[index] = True
+            raise Interrupt
+
+    def trace(_frame: FrameType, event: str, _arg: object) -> Any:
+        # What a profiler raises has ended it; this comes in the first frame that the exception meets.
+        if event == "exception" and come == [True, False]:
+            sys.setprofile(profile)
+        return trace
+
+    before = sys.gettrace()
+
+    def run() -> None:
+        # A frame of its own: only those that begin from here on are traced.
+        try:
+            call()
+        except Interrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+
+    sys.settrace(trace)
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        sys.settrace(before)
+    return come[0], come[1]

@@ -146,10 +146,14 @@ class PointToPoint(TensorDicts):
             A handle. The tensor is filled once the handle has been waited for; do not touch it before. The tensor must
             not overlap itself.
         """
-        with self._calls.call("recv", timeout_s, in_line=False) as limit_s:
+
+        def start(limit_s: float | None) -> Handle:
             if tag:
                 return self._irecv_tagged(tensor, src, tag, limit_s)
             return self.device_communicator.irecv(tensor, src, timeout_s=limit_s)
+
+        # Not as a block: its end could lose the handle, and with it the message.
+        return self._calls.receive("recv", timeout_s, start)
 
     def batch_isend_irecv(self, operations: Sequence[P2POperation]) -> list[Handle]:
         """Start several transfers at once; their order matters only between the same two ranks and with one tag.

@@ -22,7 +22,7 @@ from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
-from device_comm.process_group import Collective, Stages, as_bytes, backend_timeout, is_plain
+from device_comm.process_group import as_bytes, backend_timeout, collective, in_stages, is_plain
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, ClosedError
@@ -102,10 +102,13 @@ class GlooHostPlane(GatheringHostPlane):
         limit_s = timeout_s or self._timeout_s
         options = dist.BarrierOptions()
         options.timeout = backend_timeout(limit_s)
-        with Collective(self._health, "host", "barrier") as operation:
+
+        def stages(operation: Operation) -> None:
             with self._health.transport(operation):
                 work = self._backend.barrier(options)
             self._health.wait(operation, CollectiveWork(work), limit_s)
+
+        collective(self._health, "host", "barrier", stages)
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         limit_s = timeout_s or self._timeout_s
@@ -114,10 +117,13 @@ class GlooHostPlane(GatheringHostPlane):
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         result = bytearray(len(data) * len(self._ranks))
         into = torch.frombuffer(result, dtype=torch.uint8)
-        with Collective(self._health, "host", name) as operation:
+
+        def stages(operation: Operation) -> None:
             with self._health.transport(operation):
                 work = self._backend._allgather_base(into, own, options)
             self._health.wait(operation, CollectiveWork(work), limit_s)
+
+        collective(self._health, "host", name, stages)
         rows = memoryview(result)
         return [rows[start : start + len(data)] for start in range(0, len(result), len(data))]
 
@@ -137,7 +143,7 @@ class GlooHostPlane(GatheringHostPlane):
             if self._rank == src:
                 self._send_to(tensor, self._others, timeout_s, BROADCAST_TENSOR_TAG).wait()
             else:
-                self.irecv_tensor(tensor, src, timeout_s, BROADCAST_TENSOR_TAG).wait()
+                self.recv_tensor(tensor, src, timeout_s, BROADCAST_TENSOR_TAG)
 
     # ------------------------------------------------------------------ point to point
 
@@ -170,12 +176,15 @@ class GlooHostPlane(GatheringHostPlane):
         """Receive an object from each of `sources`."""
         limit_s = timeout_s or self._timeout_s
         operation = self._health.begin_point_to_point("host", f"{name} from {self._global(sources)}")
-        with Stages(self._health, operation):
+
+        def stages() -> list[Any]:
             firsts = self._receive_first(operation, sources, tag, limit_s)
             # Receive all frames before decoding any: if one cannot be decoded, nothing of the others may be left
             # behind.
             frames = [self._complete_frame(operation, src, tag, firsts[src], limit_s) for src in sources]
-        return [codec.decode(frame) for frame in frames]
+            return [codec.decode(frame) for frame in frames]
+
+        return in_stages(self._health, operation, stages)
 
     def isend_tensor(self, tensor: torch.Tensor, dst: int, timeout_s: float | None, tag: int) -> Handle:
         """Start to send a contiguous CPU tensor to rank `dst`."""
@@ -186,25 +195,41 @@ class GlooHostPlane(GatheringHostPlane):
     ) -> Handle:
         operation = self._health.begin_point_to_point("host", f"send to {self._global(peers)}")
         data = [as_bytes(tensor)]
-        with Stages(self._health, operation):
+
+        def stages() -> Handle:
             with self._health.transport(operation):
                 works = [(self._ranks[peer], self._backend.send(data, peer, tag)) for peer in peers]
             return self._handle(operation, works, tensor, timeout_s or self._timeout_s)
 
+        return in_stages(self._health, operation, stages)
+
     def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> Handle:
         """Start to receive into a tensor of any layout and device."""
         operation = self._health.begin_point_to_point("host", f"recv from {self._global([src])}")
+        return self._post_receive(operation, tensor, src, timeout_s, tag)
+
+    def _post_receive(
+        self, operation: Operation, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int
+    ) -> Handle:
         into = tensor.detach()
         is_direct = is_plain(into) and into.device.type == "cpu"
         landing = into if is_direct else torch.empty(into.shape, dtype=into.dtype)
-        with Stages(self._health, operation):
+
+        def stages() -> Handle:
             with self._health.transport(operation):
                 works = [(self._ranks[src], self._backend.recv([as_bytes(landing)], src, tag))]
             return self._handle(operation, works, landing, timeout_s, None if is_direct else (into, landing))
 
+        return in_stages(self._health, operation, stages)
+
     def recv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> None:
         """Receive into a tensor of any layout and device."""
-        self.irecv_tensor(tensor, src, timeout_s, tag).wait()
+        operation = self._health.begin_point_to_point("host", f"recv from {self._global([src])}")
+
+        def stages() -> None:
+            self._post_receive(operation, tensor, src, timeout_s, tag).wait()
+
+        in_stages(self._health, operation, stages)
 
     def recv_any(
         self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
@@ -230,7 +255,8 @@ class GlooHostPlane(GatheringHostPlane):
         data = torch.frombuffer(frame, dtype=torch.uint8)
         first, rest = data[:FIRST_BYTES], data[FIRST_BYTES:]
         works: list[tuple[int, dist.Work]] = []
-        with Stages(self._health, operation):
+
+        def stages() -> Handle:
             with self._health.transport(operation):
                 for peer in peers:
                     sent = self._backend.send([first], peer, tag)
@@ -243,6 +269,8 @@ class GlooHostPlane(GatheringHostPlane):
                 for peer in peers:
                     self._settle(operation, peer, tag, timeout_s)
             return self._handle(operation, works, data, timeout_s) if works else CompletedHandle()
+
+        return in_stages(self._health, operation, stages)
 
     def _settle(self, operation: Operation, peer: int, tag: int, timeout_s: float) -> None:
         """Account for eager sends; wait only if the receiver is too far behind."""
@@ -260,15 +288,12 @@ class GlooHostPlane(GatheringHostPlane):
     def _receive_frame(
         self, operation: Operation, src: int, tag: int, timeout_s: float | None, type_: Any = None
     ) -> Any:
-        # No `with` block: behind its end a handler could strike, and a message over Gloo cannot be put back.
-        try:
+        def stages() -> Any:
             first = self._receive_first(operation, [src], tag, timeout_s)[src]
             frame = self._complete_frame(operation, src, tag, first, timeout_s)
             return codec.decode(frame, type_)
-        except BaseException as error:
-            self._health.left = operation, error
-            self._health.left_halfway(operation, error)
-            raise
+
+        return in_stages(self._health, operation, stages)
 
     def _receive_first(
         self, operation: Operation, peers: Sequence[int], tag: int, timeout_s: float | None

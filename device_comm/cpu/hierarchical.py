@@ -25,9 +25,9 @@ from device_comm.cpu.shared_memory import SharedPart
 from device_comm.handles import Handle
 from device_comm.health import Operation
 from device_comm.process_group import (
-    Collective,
     ProcessGroupCommunicator,
     as_bytes,
+    collective,
     dense,
     is_plain,
 )
@@ -112,12 +112,12 @@ class HierarchicalCommunicator(DeviceCommunicator):
             return super().all_reduce_(tensor, op, timeout_s=timeout_s)
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
         into = tensor.detach()
-        with self._begin("all_reduce") as operation:
-            self._levels.all_reduce(self._call(operation, timeout_s), into, into, op)
-        return tensor
 
-    def _begin(self, name: str) -> Collective:
-        return Collective(self._health, "device", name)
+        def stages(operation: Operation) -> None:
+            self._levels.all_reduce(self._call(operation, timeout_s), into, into, op)
+
+        collective(self._health, "device", "all_reduce", stages)
+        return tensor
 
     def _call(self, operation: Operation, timeout_s: float | None) -> Call:
         end = time.monotonic() + (timeout_s or self.context.timeout_s)
@@ -126,8 +126,11 @@ class HierarchicalCommunicator(DeviceCommunicator):
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
         source = dense(input_)
         result = torch.empty_like(source)
-        with self._begin("all_reduce") as operation:
+
+        def stages(operation: Operation) -> None:
             self._levels.all_reduce(self._call(operation, timeout_s), source, result, op)
+
+        collective(self._health, "device", "all_reduce", stages)
         return result
 
     def _all_reduce_into(
@@ -136,8 +139,11 @@ class HierarchicalCommunicator(DeviceCommunicator):
         if not is_plain(output):
             super()._all_reduce_into(output, input_, op, timeout_s)
             return
-        with self._begin("all_reduce") as operation:
+
+        def stages(operation: Operation) -> None:
             self._levels.all_reduce(self._call(operation, timeout_s), dense(input_), output, op)
+
+        collective(self._health, "device", "all_reduce", stages)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
@@ -145,10 +151,13 @@ class HierarchicalCommunicator(DeviceCommunicator):
         # The all-reduce gives the same bits, and finds late ranks by the same rules.
         source = dense(input_)
         result = torch.empty_like(source)
-        with self._begin("reduce") as operation:
+
+        def stages(operation: Operation) -> None:
             call = self._call(operation, timeout_s)
             call.view = f", root {dst}"
             self._levels.all_reduce(call, source, result, op)
+
+        collective(self._health, "device", "reduce", stages)
         return result if self.rank_in_group == dst else None
 
     def _reduce_scatter(
@@ -178,12 +187,15 @@ class HierarchicalCommunicator(DeviceCommunicator):
         self, rows: torch.Tensor, result: torch.Tensor, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> None:
         """Put this rank's part of the combined rows into the contiguous `result`."""
-        with self._begin("reduce_scatter") as operation:
+
+        def stages(operation: Operation) -> None:
             if rows.numel():
                 per_row = rows[0].numel()
                 counts = [size * per_row for size in sizes]
                 call = self._call(operation, timeout_s)
                 self._levels.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
+
+        collective(self._health, "device", "reduce_scatter", stages)
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
@@ -204,7 +216,8 @@ class HierarchicalCommunicator(DeviceCommunicator):
         self, source: torch.Tensor, result: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout
     ) -> None:
         """Concatenate the ranks' contiguous tensors in the contiguous `result`."""
-        with self._begin("all_gather") as operation:
+
+        def stages(operation: Operation) -> None:
             if result.numel():
                 call = self._call(operation, timeout_s)
                 rows = math.prod(source.shape[:dim])
@@ -214,16 +227,20 @@ class HierarchicalCommunicator(DeviceCommunicator):
                     call, as_bytes(source), as_bytes(result), rows, widths, copy_code(source.dtype)
                 )
 
+        collective(self._health, "device", "all_gather", stages)
+
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
-        with self._begin("broadcast") as operation:
+        def stages(operation: Operation) -> None:
             if tensor.numel() == 0:
-                return tensor
+                return
             call = self._call(operation, timeout_s)
             into = tensor.detach()
             landing = into if is_plain(into) else dense(into)
             self._levels.broadcast(call, as_bytes(landing), copy_code(tensor.dtype), src)
             if landing is not into and self.rank_in_group != src:
                 into.copy_(landing)
+
+        collective(self._health, "device", "broadcast", stages)
         return tensor
 
     # ------------------------------------------------------------------ over the process group
@@ -266,6 +283,9 @@ class HierarchicalCommunicator(DeviceCommunicator):
 
     def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
         return self._general.irecv(tensor, src, timeout_s=timeout_s)
+
+    def _recv(self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: Timeout) -> torch.Tensor:
+        return self._general.recv(shape, dtype, src, timeout_s=timeout_s)
 
 
 @dataclasses.dataclass(frozen=True)

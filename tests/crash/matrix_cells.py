@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from coordinator.errors import CommError
+from coordinator.errors import CommError, PeerLostError
 from coordinator.group import GroupCoordinator
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
@@ -210,7 +210,11 @@ def _destroy(part: Part) -> None:
     group = part.new_group()
     group.barrier()
     if part.place == "mid-copy":
-        group.all_reduce(large(), async_op=True)
+        # A rank that leaves during the reduction breaks the group: no rank may still be in the barrier then, and the
+        # reduction of a rank that comes late fails.
+        meet(part.rank, range(RANKS), part.marks, "in")
+        with suppress(PeerLostError):
+            group.all_reduce(large(), async_op=True)
     if part.is_victim and part.place == "waiting":
         group.isend(torch.ones(LARGE), part.peer)
 

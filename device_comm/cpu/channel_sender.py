@@ -22,7 +22,6 @@ from device_comm.cpu.channel_ends import (
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, UsageError
-from shm_broadcast.remote.news import News
 
 # How often a thread that writes checks whether the channels were closed.
 _BACKGROUND_SLICE_NS: Final = 20_000_000
@@ -44,10 +43,12 @@ class Sending:
         self.thread: int = threading.get_ident()
         # Whether a part may be in the channel, where nothing but the rest may follow it.
         self.has_begun: bool = False
-        # Set, and the memory let go, when the channel owns the whole message. This and `News` are no event: a handler
-        # that raised inside of one could leave its lock taken, and one that waited for this too would never get it.
+        # Set, and the memory let go, when the channel owns the whole message. Until then the lock is taken, on which
+        # others sleep. An event has a lock that they would hold: a handler that raised inside of one could leave it
+        # taken, and one that waited for this message too would never get it.
         self.is_owned: bool = False
-        self._news = News()
+        self._owning = threading.Lock()
+        self._owning.acquire()
 
     def advance(self, spin_ns: int, park_ns: int) -> bool:
         """Write what there is room for, waiting once where there is none; return whether anything was written.
@@ -73,8 +74,10 @@ class Sending:
         self._error = error
         self._message = None
         self.sender.done(self)
-        self.is_owned = True
-        self._news.tell()
+        # Nothing is called between these, so that the lock is freed once.
+        was_owned, self.is_owned = self.is_owned, True
+        if not was_owned:
+            self._owning.release()
         self.sender.go_on()
 
     def run(self) -> None:
@@ -102,10 +105,10 @@ class Sending:
     def poll(self, slice_s: float) -> bool:
         """Wait for the thread that writes."""
         look = Look(self.sender.crossing, slice_s)
-        news = self._news.next
         while not self.is_owned:
-            self._news.sleep(news, look.park_ns() / 1e9)
-            if not self.is_owned and look.is_over(None):
+            if self._owning.acquire(timeout=look.park_ns() / 1e9):
+                self._owning.release()
+            elif look.is_over(None):
                 # The call that is about to start the thread may have been interrupted, also by this one.
                 self.sender.call_thread(again=True)
                 break

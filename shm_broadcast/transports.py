@@ -24,9 +24,8 @@ _LONGEST_NAP_NS: Final = 2_000_000
 _SHORTEST_NAP_NS: Final = 50_000
 # How long it waits for another thread that is inside of a read, if that is the only one with a message.
 _BUSY_NAP_NS: Final = 1_000_000
-# How often such a call, and any that waits for several rings, looks for dead writers. A sleep on rings alone lasts
-# as long: each wake-up touches the memory of every ring, which took 0.8 ms where 64 had left the caches.
-_LOOK_NS: Final = 400_000_000
+# How often such a call, and any that waits for several rings, looks for dead writers.
+_LOOK_S: Final = 0.4
 # The system call futex_waitv takes at most this many words; there is one for each ring.
 _MOST_RINGS: Final = 128
 
@@ -149,19 +148,18 @@ def take_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | No
     first = sum(reader.messages for reader in readers)
     order = [(first + offset) % len(readers) for offset in range(len(readers))]
     far = [index for index in order if not isinstance(readers[index], RingReader)]
-    longest_ns = _LONGEST_NAP_NS if far else _LOOK_NS
+    longest_ns = _LONGEST_NAP_NS if far else SLICE_NS
     nap_ns = _SHORTEST_NAP_NS if far else longest_ns
-    writers = None
-    looked_s = 0.0
+    writers = _Writers(readers)
+    looks_s = _LOOK_S
     is_found = True
     while True:
         # The native wait says whether a ring has something; looking at each in turn also finds dead writers.
+        looks_at_all = is_found
         waited_s = time.monotonic() - start
-        is_due = (waited_s - looked_s) * 1e9 >= _LOOK_NS
-        if is_due:
-            looked_s = waited_s
-            writers = writers or _Writers(readers)
-        looks_at_all = is_found or (is_due and writers is not None and writers.have_news())
+        if waited_s >= looks_s:
+            looks_s = waited_s + _LOOK_S
+            looks_at_all = is_found or writers.have_news()
         is_busy = False
         for index in order if looks_at_all else far:
             if readers[index].is_ready():
@@ -173,7 +171,7 @@ def take_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | No
         waited_s = time.monotonic() - start
         if timeout_s is not None and waited_s >= timeout_s:
             _raise_late(readers, timeout_s)
-        left_ns = _LOOK_NS if timeout_s is None else min(_LOOK_NS, int((timeout_s - waited_s) * 1e9))
+        left_ns = SLICE_NS if timeout_s is None else min(SLICE_NS, int((timeout_s - waited_s) * 1e9))
         if is_busy:
             # Its ring may have a message for as long as the other thread likes, as with one on loan.
             time.sleep(min(_BUSY_NAP_NS, left_ns) / 1e9)
@@ -181,7 +179,7 @@ def take_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | No
             is_found = _core.ring_wait_any(memories, indices, SHORT_SPIN_NS, min(nap_ns, left_ns))
             nap_ns = min(2 * nap_ns, longest_ns)
         else:
-            connections.poll(min(SLICE_NS, left_ns) / 1e6 + 1)
+            connections.poll(left_ns / 1e6 + 1)
 
 
 def _places(
@@ -213,17 +211,20 @@ class _Writers:
     """Tells at the cost of one system call whether a writer of local readers may have ended."""
 
     def __init__(self, readers: Sequence[RingReader | RemoteReader]) -> None:
-        self._poll = select.poll()
-        self._guarded = False
-        for reader in readers:
-            if isinstance(reader, RingReader):
-                self._guarded = self._guarded or reader.guard is not None
-                for descriptor in reader.writer_descriptors():
-                    self._poll.register(descriptor, select.POLLIN)
+        """Do nothing yet: most calls find a message before they look."""
+        self._readers = [reader for reader in readers if isinstance(reader, RingReader)]
+        self._poll: select.poll | None = None
 
     def have_news(self) -> bool:
         """Return whether to look at each reader: a process has ended, or the owner of a queue is to be asked."""
-        return self._guarded or bool(self._poll.poll(0))
+        if any(reader.guard is not None for reader in self._readers):
+            return True
+        if self._poll is None:
+            self._poll = select.poll()
+            for reader in self._readers:
+                for descriptor in reader.writer_descriptors():
+                    self._poll.register(descriptor, select.POLLIN)
+        return bool(self._poll.poll(0))
 
 
 def _raise_late(readers: Sequence[RingReader | RemoteReader], timeout_s: float) -> NoReturn:

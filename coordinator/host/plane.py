@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth, Operation
+from device_comm.process_group import in_stages
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, DecodeError, DisagreementError, UsageError
 
@@ -168,12 +170,9 @@ class GatheringHostPlane(ABC):
             )
         inline = frame[:_GATHER_INLINE_BYTES].ljust(_GATHER_INLINE_BYTES, b"\0")
         header = _GATHER_HEADER.pack(len(frame), _GATHERS.index(name))
-        try:
-            return self._gather_frames(name, frame, header + inline, timeout_s)
-        except BaseException as error:
-            # The region knows of one round. Between two of them the other ranks would wait for the second.
-            self._health.left_halfway(Operation("host", name, 0), error)
-            raise
+        # The region knows of one round. Between two of them the other ranks would wait for the second.
+        stages = partial(self._gather_frames, name, frame, header + inline, timeout_s)
+        return in_stages(self._health, Operation("host", name, 0), stages)
 
     def _gather_frames(self, name: str, frame: bytes, first: bytes, timeout_s: float | None) -> list[Any]:
         """Bring `first` in the first round, and `frame` in a second one if a frame does not fit into the first."""

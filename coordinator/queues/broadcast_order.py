@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from coordinator.host.object_order import numbered
 from device_comm.health import GroupHealth, Operation
+from device_comm.process_group import in_stages
 from shm_broadcast import codec
 from shm_broadcast._core import NOTHING
 from shm_broadcast.errors import ClosedError, DecodeError, DisagreementError, UsageError
@@ -151,14 +152,12 @@ class BroadcastOrder:
 
         What a signal handler raises meanwhile breaks the group: some may have the message, and others wait for it.
         """
-        operation = Operation("host", self.name, 0)
-        try:
+
+        def stages() -> None:
             self._settle(1)
             act(self._number())
-        except BaseException as error:
-            self._health.left = operation, error
-            self._health.left_halfway(operation, error)
-            raise
+
+        in_stages(self._health, Operation("host", self.name, 0), stages)
 
     def receive(self, src: int, receive: Receive, type_: Any = None) -> Any:
         """Return the object that rank `src` broadcasts in this call, as `type_` unless that is None.

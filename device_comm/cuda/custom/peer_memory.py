@@ -202,12 +202,8 @@ class PeerMemory:
     def _separated(self) -> PeerMemory:
         """Move what was made so far to an object of its own, and return that."""
         made = PeerMemory(self._driver, self._peers, self._gone)
-        made.kind, made.nbytes, made._own, made._is_exposed = (
-            self.kind,
-            self.nbytes,
-            self._own,
-            self._is_exposed,
-        )
+        made.kind, made.nbytes = self.kind, self.nbytes
+        made._own, made._is_exposed = self._own, self._is_exposed
         made._opened, made._mapped = self._opened, self._mapped
         self._own, self._is_exposed, self.addresses = 0, False, ()
         self._opened, self._mapped = {}, {}

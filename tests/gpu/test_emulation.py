@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 
 from device_comm.cuda.kernels import FAMILIES, KernelCache, KernelVariant, family_of
 from tests.gpu.device import GpuDriver, arch_of, compile_mutant
-from tests.gpu.emulation import EMULATED, compiled, one_variant
+from tests.gpu.emulation import EMULATED, Cubin, compiled, one_variant
 from tests.gpu.expert_emulation import experts_of_one_variant, replays_of_one_variant
 from tests.gpu.fused_emulation import FUSED_EMULATED, fused_of_one_variant
 from tests.gpu.notes import GpuRank, gpu_body
@@ -47,46 +47,39 @@ def compile_all(me: GpuRank) -> None:
     driver.close()
 
 
+def compare(me: GpuRank, world: int, one: Callable[[GpuDriver, int, str, Cubin], int], what: str) -> None:
+    """Compare the calls of every dtype; the figure is their number."""
+    driver = GpuDriver(0)
+    cubin = compiled(arch_of(driver), me.cache)
+    total = sum(one(driver, world, dtype, cubin) for dtype in DTYPES)
+    me.figure(f"{what} compared bit by bit, {world} ranks", total, "calls")
+    driver.close()
+
+
 @gpu_body
 def emulate(me: GpuRank, world: int) -> None:
     goal = f"all-reduce emulated for {world} ranks, bit-exact"
     target = "torch.equal for every dtype and 40 sizes"
     if world in WORLDS:
         me.goal(goal, target, "not finished", False)
-    driver = GpuDriver(0)
-    cubin = compiled(arch_of(driver), me.cache)
-    total = sum(one_variant(driver, world, dtype, cubin) for dtype in DTYPES)
-    me.figure(f"emulated calls compared bit by bit, {world} ranks", total, "calls")
+    compare(me, world, one_variant, "emulated calls")
     if world in WORLDS:
         me.goal(goal, target, f"equal for {len(DTYPES)} dtypes, {len(SIZES)} sizes", len(SIZES) >= 40)
-    driver.close()
 
 
 @gpu_body
 def exchange(me: GpuRank, world: int) -> None:
-    driver = GpuDriver(0)
-    cubin = compiled(arch_of(driver), me.cache)
-    total = sum(experts_of_one_variant(driver, world, dtype, cubin) for dtype in DTYPES)
-    me.figure(f"expert-parallel calls compared bit by bit, {world} ranks", total, "calls")
-    driver.close()
+    compare(me, world, experts_of_one_variant, "expert-parallel calls")
 
 
 @gpu_body
 def replay_exchanges(me: GpuRank, world: int) -> None:
-    driver = GpuDriver(0)
-    cubin = compiled(arch_of(driver), me.cache)
-    total = sum(replays_of_one_variant(driver, world, dtype, cubin) for dtype in DTYPES)
-    me.figure(f"replayed expert-parallel exchanges compared bit by bit, {world} ranks", total, "replays")
-    driver.close()
+    compare(me, world, replays_of_one_variant, "replayed expert-parallel exchanges")
 
 
 @gpu_body
 def fused(me: GpuRank, world: int) -> None:
-    driver = GpuDriver(0)
-    cubin = compiled(arch_of(driver), me.cache)
-    total = sum(fused_of_one_variant(driver, world, dtype, cubin) for dtype in DTYPES)
-    me.figure(f"fused calls compared bit by bit, {world} ranks", total, "calls")
-    driver.close()
+    compare(me, world, fused_of_one_variant, "fused calls")
 
 
 @gpu_body

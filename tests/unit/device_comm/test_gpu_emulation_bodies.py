@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gpu")
 
 
-@pytest.mark.slow
-def test_the_emulation_compares_every_algorithm(folder: Path, tmp_path: Path) -> None:
-    """The tables, the workspaces and the references fit the kernels; a word that is wrong is noticed."""
+@dataclasses.dataclass
+class Emulated:
+    """A fake GPU that runs the kernels of two ranks, as g++ compiled them."""
+
+    library: Path
+    driver: FakeGpu
+
+    def cubin(self, *_: object) -> bytes:
+        """Return what the driver loads, for any family."""
+        return fake_cubin(self.library)
+
+
+@pytest.fixture
+def gpu(folder: Path, tmp_path: Path) -> Iterator[Emulated]:
+    """Yield one; nothing may be left on it."""
     library = build_host_library(2, "bfloat16", folder, emulate=True)
     driver = FakeGpu(tmp_path, 0, library)
-    emulation = Emulation(driver, 2, "bfloat16", lambda _family: fake_cubin(library), largest=4096)
+    yield Emulated(library, driver)
+    assert driver.leaks() == []
+    driver.release()
+
+
+@pytest.mark.slow
+def test_the_emulation_compares_every_algorithm(gpu: Emulated) -> None:
+    """The tables, the workspaces and the references fit the kernels; a word that is wrong is noticed."""
+    driver, cubin = gpu.driver, gpu.cubin
+    emulation = Emulation(driver, 2, "bfloat16", cubin, largest=4096)
     assert check_variant(emulation, (1, 9, 100, 513), full=False) == 4 * 4 + 5 + 2 * 5 + 3
     ones = [torch.ones(16, dtype=torch.bfloat16)] * 2
     right = emulation.call
@@ -50,38 +71,30 @@ def test_the_emulation_compares_every_algorithm(folder: Path, tmp_path: Path) ->
     with pytest.raises(WrongResultError, match="differ, the first at 0"):
         check_variant(emulation, (16,), full=False)
     emulation.close()
-    assert driver.leaks() == []
-    driver.release()
 
 
 @pytest.mark.slow
-def test_the_emulation_compares_exchanges_of_tokens(folder: Path, tmp_path: Path) -> None:
+def test_the_emulation_compares_exchanges_of_tokens(gpu: Emulated) -> None:
     """The tables fit the expert-parallel kernels; rows of another rank are noticed."""
-    library = build_host_library(2, "bfloat16", folder, emulate=True)
-    driver = FakeGpu(tmp_path, 0, library)
-    cubin = partial(lambda built, *_: fake_cubin(built), library)
+    driver, cubin = gpu.driver, gpu.cubin
     assert experts_of_one_variant(driver, 2, "bfloat16", cubin, 20.0) == 36
-    emulation = ExpertEmulation(driver, 2, "bfloat16", lambda _family: fake_cubin(library))
+    emulation = ExpertEmulation(driver, 2, "bfloat16", cubin)
     right = emulation.launch
     emulation.launch = lambda kernel, structures: right(kernel, structures[::-1])  # type: ignore[method-assign]
     with pytest.raises(WrongResultError, match="differ"):
         check_experts(emulation, cases(2, torch.bfloat16)[0], is_compact=False)
     emulation.close()
-    assert driver.leaks() == []
-    driver.release()
 
 
 @pytest.mark.slow
-def test_the_emulation_compares_fused_calls(folder: Path, tmp_path: Path) -> None:
+def test_the_emulation_compares_fused_calls(gpu: Emulated) -> None:
     """Norms with 8 and 4 bits and sums of experts, fused and alone; a wrong scale and a wrong rank are noticed."""
-    library = build_host_library(2, "bfloat16", folder, emulate=True)
-    driver = FakeGpu(tmp_path, 0, library)
-    cubin = partial(lambda built, *_: fake_cubin(built), library)
+    driver, cubin = gpu.driver, gpu.cubin
     norms, experts = ((1, 64), (3, 1024), (2, 2560)), ((3, 64, 2), (5, 40, 8), (4, 16, 0))
     shapes: dict[str, Any] = {"norms": norms, "sums": experts, "deadline_s": 20.0}
     # One of the shapes is too narrow for two shots.
     assert fused_of_one_variant(driver, 2, "bfloat16", cubin, **shapes) == 3 * (3 * 3 - 1) + 2 * 2 * 3
-    emulation = Emulation(driver, 2, "bfloat16", lambda _family: fake_cubin(library), largest=4096)
+    emulation = Emulation(driver, 2, "bfloat16", cubin, largest=4096)
     right = emulation.launch
 
     def other_scale(kernel: str, items: int, arguments: list[bytes], fewest: int) -> None:
@@ -98,18 +111,14 @@ def test_the_emulation_compares_fused_calls(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(WrongResultError, match="push_moe_finalize of 3 x 64, 2 experts, rank 0"):
         check_finalize(emulation, 3, 64, 2, has_shared=True)
     emulation.close()
-    assert driver.leaks() == []
-    driver.release()
 
 
 @pytest.mark.slow
-def test_the_emulation_replays_exchanges_of_tokens(folder: Path, tmp_path: Path) -> None:
+def test_the_emulation_replays_exchanges_of_tokens(gpu: Emulated) -> None:
     """Each replay reads new tokens; sums of the tokens before are noticed."""
-    library = build_host_library(2, "bfloat16", folder, emulate=True)
-    driver = FakeGpu(tmp_path, 0, library)
-    cubin = partial(lambda built, *_: fake_cubin(built), library)
+    driver, cubin = gpu.driver, gpu.cubin
     assert replays_of_one_variant(driver, 2, "bfloat16", cubin, 20.0) == 12
-    emulation = ExpertEmulation(driver, 2, "bfloat16", lambda _family: fake_cubin(library), 20.0)
+    emulation = ExpertEmulation(driver, 2, "bfloat16", cubin, 20.0)
     first, second, *_ = replayed_cases(2, torch.bfloat16)
     captured = CapturedExchange(emulation, first, is_compact=True)
     captured.replay(first)
@@ -124,8 +133,6 @@ def test_the_emulation_replays_exchanges_of_tokens(folder: Path, tmp_path: Path)
     captured.replay(second)
     captured.close()
     emulation.close()
-    assert driver.leaks() == []
-    driver.release()
 
 
 def test_the_fake_refuses_block_rows_that_cannot_run_at_once(tmp_path: Path) -> None:

@@ -1,52 +1,17 @@
 """A ring whose `close` a signal handler interrupts at any place, by an exception or by a `close` of its own."""
 
 import os
-import sys
 import threading
-from collections.abc import Callable
 from itertools import count
-from types import FrameType
 
 import pytest
 
 from shm_broadcast.errors import ClosedError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
+from tests.handlers import handling_at, raising_at
 from tests.queues import fill, queue
 
-
-class Interrupt(BaseException):
-    """What a handler raises."""
-
-
-def acting_at(step: int, act: Callable[[], None], call: Callable[[], None]) -> bool:
-    """Run `call`, and run `act` at a place of the ring's code; return whether that place came.
-
-    Python runs a handler when a function begins and when a native call has returned. These are the events of a
-    profiler, whose exception appears at the same places.
-    """
-    places = count()
-    acted: list[int] = []
-
-    def profile(frame: FrameType, event: str, _arg: object) -> None:
-        is_place = event in ("call", "c_return") and "shm_broadcast/ring/" in frame.f_code.co_filename
-        if is_place and next(places) == step:
-            sys.setprofile(None)
-            acted.append(step)
-            act()
-
-    sys.setprofile(profile)
-    try:
-        call()
-    except Interrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-    return bool(acted)
-
-
-def raise_interrupt() -> None:
-    """Do what a handler does that raises."""
-    raise Interrupt
+RING = tuple(f"shm_broadcast/ring/{name}.py" for name in ("reader", "signal", "writer"))
 
 
 def has_ended(end: QueueWriter | QueueReader, peer: QueueWriter | QueueReader) -> bool:
@@ -73,7 +38,11 @@ def test_a_close_that_a_handler_interrupts_is_finished(kind: str, what: str) -> 
             if kind == "reader with a descriptor":
                 reader.fileno()
             before = len(os.listdir("/proc/self/fd"))
-            came = acting_at(step, raise_interrupt if what == "raises" else end.close, end.close)
+            came = (
+                raising_at(step, end.close, RING)
+                if what == "raises"
+                else handling_at(step, end.close, end.close, RING)
+            )
             end.close()
             assert len(os.listdir("/proc/self/fd")) < before
             assert not [each for each in threading.enumerate() if each.name == "group-coordinator-fileno"]

@@ -25,6 +25,7 @@ class Alarms:
     the interpreter's lock.
 
     Attributes:
+        may_strike: Whether the handler may raise. It does not in a life that Ctrl-C may end at any place.
         count: How many signals have come.
         strikes: How many of them have raised.
     """
@@ -33,7 +34,7 @@ class Alarms:
         """Install the handler."""
         self.count = 0
         self.strikes = 0
-        self._may_strike = may_strike
+        self.may_strike = may_strike
         self._is_armed = False
         self._random = random.Random(seed)
         self._every_s = 0.0
@@ -61,7 +62,7 @@ class Alarms:
 
     def wants_strike(self, share: float) -> bool:
         """Return whether the next call is to be struck, which is so for this share of them."""
-        return self._may_strike and self._random.random() < share
+        return self.may_strike and self._random.random() < share
 
     def strike(self, call: Callable[[], object]) -> bool:
         """Make a call, in which the handler may raise at any moment.

@@ -1,9 +1,11 @@
 """Types of the native core. Every function checks its arguments and touches no memory outside them."""
 
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 from typing_extensions import Buffer
+
+_Returned = TypeVar("_Returned")
 
 MAX_DEPTH: int
 ALIGNMENT: int
@@ -298,7 +300,7 @@ class ReadEndpoint(_Endpoint):
     def end_loan(self, taken_bytes: int, /) -> None:
         """End the loan. It has read a message of `taken_bytes`, or no message if that is 0."""
 
-def undisturbed(call: Callable[[], object], /) -> object:
+def undisturbed(call: Callable[[], _Returned], /) -> _Returned:
     """Return what `call` returns. The kernel gives this thread no signals meanwhile, except for those of its faults."""
 
 def fork_count() -> int:

@@ -13,11 +13,13 @@ import select
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Final, NoReturn, Self
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from shm_broadcast._core import undisturbed
 from shm_broadcast.descriptors import new_eventfd
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys
 from shm_broadcast.errors import (
@@ -359,7 +361,7 @@ class RemoteReader(RemoteReads):
     def _hang_up(self) -> None:
         if not self._is_off:
             self._is_off = True
-            self._dealer.disconnect(self._endpoint.url())
+            undisturbed(partial(self._dealer.disconnect, self._endpoint.url()))
 
     # --- the thread: connection and timeouts ------------------------------------------------------------------
 
@@ -474,7 +476,7 @@ class RemoteReader(RemoteReads):
                 if not self._dealer.closed:
                     if is_connected and not self._has_ended:
                         self._say(pack(Kind.BYE, third=self._incarnation))
-                    self._dealer.disable_monitor()
+                    undisturbed(self._dealer.disable_monitor)
                     self._monitor.close(0)
                     self._dealer.close(_FAREWELL_MS if is_connected else 0)
             self._end_context(self._context)

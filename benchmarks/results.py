@@ -6,7 +6,7 @@ import datetime as dt
 import json
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from os import cpu_count, sched_getaffinity
 from pathlib import Path
@@ -27,7 +27,7 @@ __all__ = [
     "percentile",
     "percentiles",
     "read_results",
-    "write_calls",
+    "write_figures",
     "write_results",
 ]
 
@@ -222,15 +222,11 @@ def _version(package: str) -> str:
         return ""
 
 
-def write_calls(path: Path, library: str, calls: dict[str, dict[str, float]]) -> None:
-    """Write the figures of calls that no device takes part in, with the machine, to a JSON file."""
-    text = {
-        "date": now(),
-        "machine": msgspec.to_builtins(describe_machine()),
-        "library": library,
-        "calls": calls,
-    }
-    path.write_text(json.dumps(text, indent=2) + "\n")
+def write_figures(path: Path, figures: Mapping[str, object]) -> None:
+    """Write `figures` to a JSON file, behind the time and the machine; create its folder."""
+    head = {"date": now(), "machine": msgspec.to_builtins(describe_machine())}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**head, **figures}, indent=1) + "\n")
 
 
 def now() -> str:

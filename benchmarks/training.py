@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import coordinator.torch_backend
+from benchmarks.results import write_figures
 
 BACKENDS: Final = ("gloo", coordinator.torch_backend.BACKEND)
 WORLD: Final = 2
@@ -150,7 +151,7 @@ def main() -> None:
         found: dict[str, Any] = json.loads((Path(name) / "findings.json").read_text())
     show(found)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1))
+        write_figures(arguments.json, {"rounds": arguments.rounds, "seconds": found})
 
 
 if __name__ == "__main__":

@@ -38,8 +38,16 @@ class Run:
 
 def run(vllm: Path, plugins: str, *arguments: str, timeout_s: float = 400) -> Run:
     """Run `vllm_run` with vLLM's interpreter."""
+    log, printed = output(vllm, plugins, "tests.real_engines.vllm_run", *arguments, timeout_s=timeout_s)
+    return Run(dict(printed), log)
+
+
+def output(
+    vllm: Path, plugins: str, *module: str, timeout_s: float = 400
+) -> tuple[str, list[tuple[str, Any]]]:
+    """Run a module with its arguments by vLLM's interpreter; return its output, and each result with its name."""
     done = subprocess.run(
-        [str(vllm), "-m", "tests.real_engines.vllm_run", *arguments],
+        [str(vllm), "-m", *module],
         env={**os.environ, "VLLM_PLUGINS": plugins},
         cwd=ROOT,
         capture_output=True,
@@ -52,7 +60,7 @@ def run(vllm: Path, plugins: str, *arguments: str, timeout_s: float = 400) -> Ru
     assert lines, log[-6000:]
     assert done.returncode == 0, log[-6000:]
     assert "Exception in thread" not in log
-    return Run({name: json.loads(text) for _, name, text in lines}, log)
+    return log, [(name, json.loads(text)) for _, name, text in lines]
 
 
 def uses_ours(log: str) -> int:
@@ -82,6 +90,27 @@ def test_the_tokens_are_those_of_stock(vllm: Path, arguments: tuple[str, ...]) -
     assert uses_ours(ours.log) >= 1 + workers  # the engine's core and its workers
     for scenario in scenarios:
         assert ours.results[scenario] == stock.results[scenario]
+    before, after = ours.results["prefix"]["cached"]
+    assert not any(before)
+    assert all(after)
+
+
+def test_ranks_of_another_launcher_give_the_tokens_of_stock(vllm: Path) -> None:
+    """Each of torchrun's two ranks has an engine of its own (`external_launcher`); all of them give equal tokens."""
+    answers = []
+    for plugins in ("", "group_coordinator"):
+        log, printed = output(
+            vllm,
+            plugins,
+            *("torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())),
+            *("--module", "tests.real_engines.vllm_run", "--tensor", "2"),
+            *("--set", 'distributed_executor_backend="external_launcher"', "tokens"),
+        )
+        assert uses_ours(log) == (2 if plugins else 0)
+        found = [value for name, value in printed if name == "tokens"]
+        assert len(found) == 2
+        answers += found
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_the_tokens_of_two_nodes_are_those_of_stock(vllm: Path) -> None:

@@ -21,6 +21,10 @@ from typing import Any
 
 from benchmarks.engine_model import write_model
 
+# Most tokens of one step, and the lengths of prompts that need several.
+STEP_TOKENS = 64
+LONG = (200, 150, 170)
+
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -69,6 +73,8 @@ def arguments_of_engine(options: argparse.Namespace, folder: str) -> dict[str, A
         "dtype": "float32",
         "max_model_len": 512,
         "max_num_seqs": 8,
+        # Less than the longest prompts, so that their prefill is divided into chunks.
+        "max_num_batched_tokens": STEP_TOKENS,
         "enforce_eager": not options.compiled,
         "distributed_executor_backend": "mp",
         "seed": 1,
@@ -86,10 +92,20 @@ def prepare(options: argparse.Namespace) -> None:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
 
-def generate(
+def generate(llm: Any, **how: Any) -> list[list[int]]:
+    """Return the tokens that follow prompts; the arguments are those of `answers_of`."""
+    return tokens_of(answers_of(llm, **how))
+
+
+def tokens_of(answers: Sequence[Any]) -> list[list[int]]:
+    """Return the tokens of vLLM's answers."""
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def answers_of(
     llm: Any, lengths: Sequence[int] = (4, 5, 6, 7), tokens: int = 16, temperature: float = 0.0
-) -> list[list[int]]:
-    """Return the tokens that follow prompts of these lengths."""
+) -> Sequence[Any]:
+    """Return vLLM's answers to prompts of these lengths."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -101,8 +117,8 @@ def generate(
         SamplingParams(max_tokens=tokens, temperature=temperature, seed=each, ignore_eos=True)
         for each in range(len(prompts))
     ]
-    answers = llm.generate(prompts, sampling, use_tqdm=False)
-    return [list(answer.outputs[0].token_ids) for answer in answers]
+    answers: Sequence[Any] = llm.generate(prompts, sampling, use_tqdm=False)
+    return answers
 
 
 def workers() -> list[int]:
@@ -152,8 +168,15 @@ def structured(llm: Any) -> Any:
 
 
 def prefix(llm: Any) -> Any:
-    """Decode long prompts twice: the second time their blocks are cached, and both are prefilled in chunks."""
-    return [generate(llm, (200, 150, 170), 8) for _ in range(2)]
+    """Decode long prompts twice; return the tokens, and how many of each prompt were found in the cache."""
+    scheduler = llm.llm_engine.vllm_config.scheduler_config
+    if not scheduler.enable_chunked_prefill or scheduler.max_num_batched_tokens >= min(LONG):
+        raise RuntimeError(f"prompts of {LONG} tokens are not prefilled in chunks: {scheduler}")
+    answers = [answers_of(llm, LONG, 8) for _ in range(2)]
+    return {
+        "tokens": [tokens_of(each) for each in answers],
+        "cached": [[answer.num_cached_tokens for answer in each] for each in answers],
+    }
 
 
 def rpc(llm: Any) -> Any:
@@ -203,6 +226,12 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def say(name: str, result: Any) -> None:
+    """Print a result by one system call, because two ranks of a launcher may write to one pipe."""
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), f"RESULT {name} {json.dumps(result)}\n".encode())
+
+
 def main() -> None:
     options = parsed()
     prepare(options)
@@ -213,9 +242,9 @@ def main() -> None:
         start = time.monotonic()
         llm = engine(options, folder)
         try:
-            print(f"RESULT start {time.monotonic() - start:.2f}", flush=True)
+            say("start", time.monotonic() - start)
             for name in options.scenarios:
-                print(f"RESULT {name} {json.dumps(SCENARIOS[name](llm))}", flush=True)
+                say(name, SCENARIOS[name](llm))
         finally:
             llm.llm_engine.engine_core.shutdown()
     sys.stdout.flush()

@@ -1,22 +1,17 @@
-"""Make SGLang's calls on our group, on two ranks with CPU tensors, and compare the results with plain arithmetic.
+"""What a call of each method of a group is given, and what must come of it, by plain arithmetic.
 
-A call has the form of the call site: the same arguments by position and by name, numbers as written there, and small
-tensors for the others. `body` runs in each rank.
+The arguments are small CPU tensors and, where the call site states them, its own numbers.
 """
 
-import ast
 import contextlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from coordinator.integrations.sglang import parallel_state
+from shm_broadcast.errors import UsageError
 
 ROWS, COLUMNS = 4, 6
-
-Outcome = Sequence[str]
 
 
 def values(rank: int) -> torch.Tensor:
@@ -275,6 +270,21 @@ def _capture(call: Call) -> Case:
     return {"graph_capture_context": None, "stream": None}, check
 
 
+def _destroy(call: Call) -> Case:
+    """The group is gone, and to destroy it again does nothing."""
+
+    def check(result: Any) -> None:
+        _same(result, None)
+        call.group.destroy()
+        try:
+            call.group.all_reduce(values(call.rank))
+        except UsageError:
+            return
+        raise AssertionError("the group can still be used")
+
+    return {}, check
+
+
 def _asks(wanted: Any) -> Callable[[Call], Case]:
     return lambda call: ({"input_": values(call.rank)}, lambda result: _same(result, wanted))
 
@@ -308,76 +318,8 @@ CASES: dict[str, Callable[[Call], Case]] = {
     "send": _send,
     "recv": _recv,
     "barrier": lambda call: ({}, lambda result: _same(result, None)),
+    "destroy": _destroy,
     "graph_capture": _capture,
     "_can_use_flashinfer_allreduce": _asks(False),
     "_resolve_outplace_all_reduce_method": _asks(None),
 }
-
-
-def number(text: str) -> int | None:
-    """Return the whole number that an expression states, or None."""
-    try:
-        found = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return None
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
-
-
-def run(group: Any, rank: int, size: int, site: dict[str, Any]) -> str:
-    """Make one call; return "" if its result is right, else what went wrong."""
-    name, order = site["name"], site["parameters"]
-    by_place = dict(zip(order, site["positional"], strict=False))
-    expressions = {**by_place, **dict(site["named"])}
-    given = {key: number(text) for key, text in expressions.items()}
-    numbers = {
-        key: value for key, value in given.items() if value is not None and key in ("dim", "src", "dst")
-    }
-    call = Call(rank, size, group, {**dict.fromkeys(expressions), **numbers})
-    if call.given.get("dim", 0) is None:
-        call.given["dim"] = -1
-    for key in ("src", "dst"):
-        if call.given.get(key, 0) is None:
-            call.given[key] = 0
-    try:
-        arguments, check = CASES[name](call)
-        positional = [arguments[key] for key in order[: len(site["positional"])]]
-        named = {key: arguments[key] for key, _ in site["named"]}
-        check(getattr(group, name)(*positional, **named))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def body(rank: int, size: int, directory: Path, sites: list[dict[str, Any]]) -> list[str]:
-    """Create the groups by SGLang's functions, and make every call in turn; return what went wrong with each."""
-    parallel_state.init_distributed_environment(size, rank, f"file://{directory}/world", rank, "gloo")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=size,
-        decode_context_parallel_size=size,
-        shared_experts_tensor_parallel_size=size,
-    )
-    try:
-        return [
-            run(parallel_state.get_tp_group(), rank, size, site) if site["is_method"] else ask(site["name"])
-            for site in sites
-        ]
-    finally:
-        parallel_state.destroy_distributed_environment()
-
-
-def ask(name: str) -> str:
-    """Call a getter; return "" if it answers."""
-    try:
-        found = getattr(parallel_state, name)()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "" if found is not None else "it returns None"
-
-
-def names(rank: int, size: int, directory: Path) -> list[str]:
-    """Return the public names of a group."""
-    parallel_state.init_distributed_environment(size, rank, f"file://{directory}/world", rank, "gloo")
-    try:
-        return [name for name in dir(parallel_state.get_world_group()) if not name.startswith("_")]
-    finally:
-        parallel_state.destroy_distributed_environment()

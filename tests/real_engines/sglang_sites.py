@@ -1,17 +1,19 @@
 """Find SGLang's own uses of its groups, by reading its source: nothing of SGLang is imported.
 
-`find` returns each call of a method of `GroupCoordinator` on an expression that is a group, and each call of a getter
-of `parallel_state`. SGLang's group itself is left out, since ours takes its place; so are its tests, its benchmarks
-and `multimodal_gen`, which has a group class of its own.
+`scan` returns each call of a method of `GroupCoordinator` on an expression that is a group, each such method that is
+passed on as a value, and each call of a function or class of `parallel_state`. It also returns each call that has one
+of these names and is neither: `sglang_left_out` says why. SGLang's group itself is left out, since ours takes its
+place; so are its tests, its benchmarks and `multimodal_gen`, which has a group class of its own.
 """
 
 import ast
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
+PACKAGE = "sglang.srt.distributed"
 STATE = "sglang/srt/distributed/parallel_state.py"
 CLASS = "GroupCoordinator"
 
@@ -20,20 +22,26 @@ CLASS = "GroupCoordinator"
 _GROUP_NAME = re.compile(
     r"(^|[._])(\w*_)?(group|tp_group|pp_group|dcp_group|_sum_group|(get_\w+_group))(\(.*\))?$"
 )
+# The variables of `parallel_state` that hold the groups.
+_GROUP_VARIABLE = re.compile(
+    r"_(WORLD|TP|PP|DCP|ATTN_TP|ATTN_CP|SHARED_EXPERTS_TP|MOE_DP|MOE_EP|MOE_TP|PDMUX_PREFILL_TP_GROUP)"
+)
+# Receivers that have the name of a group and are something else.
+NOT_GROUPS = ("self.host_pool_group",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One call.
+    """One call, or one method that is passed on.
 
     Attributes:
         path: The file, from the wheel's root.
         line: Its line.
         receiver: The expression before the dot; "" for a function.
-        name: The method or the function.
+        name: The method or the function, as its definition calls it.
         positional: The expressions that are passed by position.
         named: (name, expression) of those that are passed by name.
-        discards: Whether the call is a statement, which does not use the result.
+        is_value: Whether the method is passed on, and called elsewhere.
     """
 
     path: str
@@ -42,13 +50,28 @@ class Site:
     name: str
     positional: tuple[str, ...]
     named: tuple[tuple[str, str], ...]
-    discards: bool
+    is_value: bool = False
 
     @property
     def form(self) -> str:
         """Return the call without its values: `all_gather(_, dim=)`."""
+        if self.is_value:
+            return self.name
         parts = ["_" for _ in self.positional] + [f"{name}=" for name, _ in self.named]
         return f"{self.name}({', '.join(parts)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """What `scan` found, each by file and line.
+
+    Attributes:
+        sites: The uses of groups and of `parallel_state`.
+        left_out: Calls that have such a name, on something else.
+    """
+
+    sites: list[Site]
+    left_out: list[Site]
 
 
 def parse(path: Path) -> ast.Module:
@@ -67,48 +90,49 @@ def version_of(wheel: Path) -> str:
     return found[1]
 
 
-def methods(wheel: Path) -> set[str]:
-    """Return the names of the methods of SGLang's group, those with one underscore too."""
+def methods(wheel: Path) -> dict[str, list[str]]:
+    """Return the parameters of each method of SGLang's group, those with one underscore too; without `self`."""
     return {
-        each.name
+        each.name: [one.arg for one in each.args.args][1:]
         for each in _group_class(parse(wheel / STATE)).body
-        if isinstance(each, ast.FunctionDef) and not each.name.startswith("__")
+        if isinstance(each, ast.FunctionDef) and (not each.name.startswith("__") or each.name == "__init__")
     }
 
 
-def getters(wheel: Path) -> set[str]:
-    """Return the names of the functions of `parallel_state` that ask for a group, its size or this rank."""
-    tree = parse(wheel / STATE)
-    defined = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
-    aliases = {
-        target.id
-        for each in tree.body
-        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Name) and each.value.id in defined
-        for target in each.targets
-        if isinstance(target, ast.Name)
-    }
-    pattern = re.compile(r"get_(\w*_)?(group|world_size|rank|world_rank|group_no_assert)$")
-    return {name for name in defined | aliases if pattern.fullmatch(name)}
+def functions(wheel: Path) -> dict[str, list[str]]:
+    """Return the parameters of each function and class of `parallel_state`, also by a second name that it has."""
+    found: dict[str, list[str]] = {}
+    for each in parse(wheel / STATE).body:
+        if isinstance(each, ast.FunctionDef):
+            found[each.name] = [one.arg for one in each.args.args]
+        elif isinstance(each, ast.ClassDef):
+            fields = [one for one in each.body if isinstance(one, ast.AnnAssign)]
+            found[each.name] = [one.target.id for one in fields if isinstance(one.target, ast.Name)]
+        elif isinstance(each, ast.Assign) and isinstance(each.value, ast.Name) and each.value.id in found:
+            for target in each.targets:
+                assert isinstance(target, ast.Name)
+                found[target.id] = found[each.value.id]
+    return {**found, CLASS: methods(wheel)["__init__"]}
 
 
-def find(wheel: Path) -> list[Site]:
-    """Return every use, by file and line."""
-    group, functions = methods(wheel), getters(wheel)
-    sites: list[Site] = []
-    for path in sorted((wheel / "sglang" / "srt").rglob("*.py")):
-        tree = parse(path)
-        where = str(path.relative_to(wheel))
-        if where == STATE:
-            tree.body.remove(_group_class(tree))
-        known = _imported(tree) if where != STATE else functions
-        discarded = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
-        for call in _calls(tree):
-            site = _site(where, call, id(call) in discarded)
-            is_method = site.receiver and site.name in group and _is_group(site)
-            is_getter = not site.receiver and site.name in functions & known
-            if is_method or is_getter:
-                sites.append(site)
-    return sorted(sites, key=lambda site: (site.path, site.line, site.name))
+def scan(wheel: Path) -> Scan:
+    """Return every use, and every call that only has the name of one."""
+    group, state = set(methods(wheel)) - {"__init__"}, functions(wheel)
+    words = re.compile(rf"\b({'|'.join(sorted({*group, *state}))})\b")
+    readers = [
+        _Reader(wheel, path, group, state)
+        for path in sorted((wheel / "sglang" / "srt").rglob("*.py"))
+        if words.search(path.read_text())
+    ]
+    # A function with an underscore belongs to `parallel_state` alone, unless another module imports it.
+    imported = {name for each in readers if each.where != STATE for name in each.known.values()}
+    sites = [
+        site
+        for each in readers
+        for site in each.sites
+        if site.receiver or not site.name.startswith("_") or site.name in imported
+    ]
+    return Scan(_in_order(sites), _in_order([site for each in readers for site in each.left_out]))
 
 
 def attributes(wheel: Path) -> set[str]:
@@ -125,14 +149,88 @@ def attributes(wheel: Path) -> set[str]:
     }
 
 
-def _imported(tree: ast.Module) -> set[str]:
-    """Return the names that a module imports from `parallel_state`, or from the package that exports them."""
-    return {
-        alias.asname or alias.name
-        for each in ast.walk(tree)
-        if isinstance(each, ast.ImportFrom) and (each.module or "").removeprefix("sglang.srt.") in EXPORTERS
-        for alias in each.names
-    }
+class _Reader:
+    """Reads one file.
+
+    Attributes:
+        where: The file, from the wheel's root.
+        known: What each name means that the file has from `parallel_state`.
+        sites: The uses in it.
+        left_out: The calls that only have the name of one.
+    """
+
+    def __init__(self, wheel: Path, path: Path, group: set[str], state: Mapping[str, object]) -> None:
+        self.where = str(path.relative_to(wheel))
+        self.sites: list[Site] = []
+        self.left_out: list[Site] = []
+        self._group, self._state = group, state
+        tree = parse(path)
+        if self.where == STATE:
+            tree.body.remove(_group_class(tree))
+        self.known = {name: name for name in state} if self.where == STATE else {}
+        self._modules: set[str] = set()
+        for each in ast.walk(tree):
+            self._imports(each)
+        called = {id(each.func) for each in ast.walk(tree) if isinstance(each, ast.Call)}
+        for each in ast.walk(tree):
+            if isinstance(each, ast.Call):
+                self._call(each)
+            elif isinstance(each, ast.Attribute) and each.attr in group and id(each) not in called:
+                self._value(each)
+
+    def _imports(self, node: ast.AST) -> None:
+        """Note what the file has from `parallel_state`, or from the package that exports all of it."""
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name in _HOMES:
+                    self._modules.add(alias.asname or alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = self._absolute(node)
+            for alias in node.names:
+                if f"{base}.{alias.name}" in _HOMES:
+                    self._modules.add(alias.asname or alias.name)
+                elif base in _HOMES and alias.name == "*":
+                    self.known |= {name: name for name in self._state}
+                elif base in _HOMES and alias.name in self._state:
+                    self.known[alias.asname or alias.name] = alias.name
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        """Return the module that is imported from, as a full name."""
+        if not node.level:
+            return node.module or ""
+        parents = self.where.removesuffix(".py").split("/")[: -node.level]
+        return ".".join([*parents, *filter(None, [node.module])])
+
+    def _call(self, call: ast.Call) -> None:
+        function = call.func
+        if isinstance(function, ast.Attribute):
+            receiver, name = ast.unparse(function.value), function.attr
+            if name in self._group and self._is_group(receiver):
+                self.sites.append(self._site(call, receiver, name))
+            elif receiver in self._modules and name in self._state:
+                self.sites.append(self._site(call, "", name))
+            elif name in self._group or name in self._state:
+                self.left_out.append(self._site(call, receiver, name))
+        elif isinstance(function, ast.Name) and function.id in self.known:
+            self.sites.append(self._site(call, "", self.known[function.id]))
+        elif isinstance(function, ast.Name) and function.id in self._state:
+            self.left_out.append(self._site(call, "", function.id))
+
+    def _value(self, node: ast.Attribute) -> None:
+        """Note a method that is passed on. A property of the same form is read, and `attributes` finds it."""
+        receiver = ast.unparse(node.value)
+        if self._is_group(receiver) and not node.attr.endswith("_rank"):
+            self.sites.append(Site(self.where, node.lineno, receiver, node.attr, (), (), is_value=True))
+
+    def _is_group(self, receiver: str) -> bool:
+        if self.where == STATE and _GROUP_VARIABLE.fullmatch(receiver):
+            return True
+        return _GROUP_NAME.search(receiver) is not None and receiver not in NOT_GROUPS
+
+    def _site(self, call: ast.Call, receiver: str, name: str) -> Site:
+        positional = tuple(ast.unparse(each) for each in call.args)
+        named = tuple((each.arg or "**", ast.unparse(each.value)) for each in call.keywords)
+        return Site(self.where, call.lineno, receiver, name, positional, named)
 
 
 def _group_class(tree: ast.Module) -> ast.ClassDef:
@@ -140,36 +238,9 @@ def _group_class(tree: ast.Module) -> ast.ClassDef:
     return found
 
 
-def _calls(tree: ast.AST) -> Iterator[ast.Call]:
-    return (each for each in ast.walk(tree) if isinstance(each, ast.Call))
+def _in_order(sites: list[Site]) -> list[Site]:
+    return sorted(sites, key=lambda site: (site.path, site.line, site.name))
 
 
-def _site(path: str, call: ast.Call, discards: bool) -> Site:
-    function = call.func
-    receiver = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
-    name = (
-        function.attr
-        if isinstance(function, ast.Attribute)
-        else function.id
-        if isinstance(function, ast.Name)
-        else ""
-    )
-    return Site(
-        path,
-        call.lineno,
-        receiver,
-        name,
-        tuple(ast.unparse(each) for each in call.args),
-        tuple((each.arg or "**", ast.unparse(each.value)) for each in call.keywords),
-        discards,
-    )
-
-
-def _is_group(site: Site) -> bool:
-    return _GROUP_NAME.search(site.receiver) is not None and site.receiver not in NOT_GROUPS
-
-
-# Modules that have the getters, as they are imported.
-EXPORTERS: Sequence[str] = ("distributed.parallel_state", "distributed", "parallel_state")
-# Receivers that have the name of a group and are something else.
-NOT_GROUPS: Sequence[str] = ("self.host_pool_group",)
+# The modules that have the functions.
+_HOMES = (PACKAGE, f"{PACKAGE}.parallel_state")

@@ -1,18 +1,21 @@
 """Run every call that SGLang makes on its groups against ours: `python -m tests.real_engines.sglang_table WHEEL`.
 
-WHEEL is the folder of an unpacked wheel of SGLang; it is read, not imported. The table goes to the standard output.
-`docs/sglang-call-sites.md` is the result for the version that it names.
+WHEEL is the folder that `python -m tests.real_engines.sglang_environment` fills: SGLang's unpacked wheel, which is
+read, and what its distributed layer imports. The table goes to the standard output. `docs/sglang-call-sites.md` is the
+result for the version that it names.
 """
 
-import ast
 import dataclasses
+import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coordinator.integrations.sglang import parallel_state
 from tests.harness import run_ranks
-from tests.real_engines import sglang_calls, sglang_sites
+from tests.real_engines import sglang_left_out, sglang_processes, sglang_ranks, sglang_sites
 from tests.real_engines.sglang_sites import Site
 
 # What no group without SGLang's CUDA communicators can answer.
@@ -20,7 +23,10 @@ NOT_RUNNABLE = {
     "_flashinfer_allreduce": "needs FlashInfer's workspace on a CUDA device",
     "_all_reduce_out_place": "names one of SGLang's own CUDA communicators, which our group does not have; SGLang "
     "calls it only from its own group",
+    "inplace_all_reduce": "SGLang registers this operation for the tensors of accelerators only; the method of our "
+    "group that it calls is a site of its own",
 }
+OURS = {*parallel_state.__all__, sglang_sites.CLASS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,86 +43,138 @@ class Result:
     cause: str
     failure: str
 
+    @property
+    def outcome(self) -> str:
+        """Return that in words."""
+        if self.cause:
+            return f"not runnable: {self.cause}"
+        return f"fails: {self.failure}" if self.failure else "runs"
 
-def parameters(wheel: Path) -> dict[str, list[str]]:
-    """Return the parameters of each method of SGLang's group, without `self`."""
-    tree = sglang_sites.parse(wheel / sglang_sites.STATE)
-    (group,) = (
-        each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == sglang_sites.CLASS
-    )
+
+def cause(site: Site) -> str:
+    """Return why a call cannot be made with CPU tensors; "" if it can."""
+    if ("backend", "'nccl'") in site.named:
+        return "asks for a process group of NCCL, which needs CUDA devices"
+    return NOT_RUNNABLE.get(site.name, "")
+
+
+def callee(site: Site) -> str:
+    """Return what is called."""
+    if site.receiver:
+        return "our group"
+    return "ours and SGLang's" if site.name in OURS else "SGLang's"
+
+
+def results(wheel: Path, sites: Sequence[Site]) -> list[Result]:
+    """Make every call that needs no GPU on two ranks: methods and our functions, then SGLang's own functions."""
+    orders = {False: sglang_sites.functions(wheel), True: sglang_sites.methods(wheel)}
+    with_ours = [site for site in sites if not cause(site) and callee(site) != "SGLang's"]
+    with_theirs = [site for site in sites if not cause(site) and not site.receiver]
+
+    def sent(some: Sequence[Site]) -> list[dict[str, Any]]:
+        return [_sent(site, orders[bool(site.receiver)][site.name]) for site in some]
+
+    failures: dict[Site, list[str]] = {site: [] for site in sites}
+    by_rank = run_ranks(sglang_ranks.body, 2, sent(with_ours), timeout_s=240)
+    for site, *texts in zip(with_ours, *by_rank, strict=True):
+        failures[site] += [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sites.json").write_text(json.dumps(sent(with_theirs)))
+        by_rank = sglang_processes.run_both("tests.real_engines.sglang_ranks", wheel, folder)
+    for site, *texts in zip(with_theirs, *by_rank, strict=True):
+        failures[site] += [f"rank {rank} in SGLang's: {text}" for rank, text in enumerate(texts) if text]
+    return [Result(site, cause(site), "; ".join(failures[site])) for site in sites]
+
+
+def _sent(site: Site, order: Sequence[str]) -> dict[str, Any]:
+    # A method that is passed on is called with all its arguments by position.
+    positional = ["_"] * len(order) if site.is_value else list(site.positional)
     return {
-        each.name: [one.arg for one in each.args.args][1:]
-        for each in group.body
-        if isinstance(each, ast.FunctionDef)
+        "name": site.name,
+        "is_method": bool(site.receiver),
+        "positional": positional,
+        "named": [list(each) for each in site.named],
+        "parameters": list(order),
     }
-
-
-def results(wheel: Path) -> list[Result]:
-    """Run every call site that needs no GPU on two ranks."""
-    orders = parameters(wheel)
-    sites = sglang_sites.find(wheel)
-    runnable = [site for site in sites if site.name not in NOT_RUNNABLE]
-    sent: list[dict[str, Any]] = [
-        {
-            "name": site.name,
-            "is_method": bool(site.receiver),
-            "positional": list(site.positional),
-            "named": [list(each) for each in site.named],
-            "parameters": orders.get(site.name, []),
-        }
-        for site in runnable
-    ]
-    by_rank = run_ranks(sglang_calls.body, 2, sent, timeout_s=120)
-    failures = {
-        site: "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-        for site, *texts in zip(runnable, *by_rank, strict=True)
-    }
-    return [Result(site, NOT_RUNNABLE.get(site.name, ""), failures.get(site, "")) for site in sites]
 
 
 def our_attributes() -> set[str]:
     """Return the names of a group of ours, made in one process."""
-    (found,) = run_ranks(sglang_calls.names, 1)
+    (found,) = run_ranks(sglang_ranks.names, 1)
     return set(found)
 
 
-def table(version: str, found: Sequence[Result]) -> str:
+HEADER = """\
+Every call in `sglang.srt` of a method of SGLang's `GroupCoordinator` on a group, every such method that is passed on
+as a value, and every call of a function or class of `sglang.srt.distributed.parallel_state` (private ones if another
+module imports them), found by reading its source. The source of SGLang's group itself and `multimodal_gen`, which has
+a group of its own, were not searched.
+
+Each call was made in its form on two ranks with CPU tensors, and what came of it was compared with what must come of
+it: by plain arithmetic for the methods, with the ranks of each group for the functions that return or create groups.
+Arguments stand for their place or name: SGLang's own tensors need its models. The fourth column says what was called:
+
+* our group: the method of `SglangGroupCoordinator`, always on the group of both ranks, whatever group the site names;
+* ours: the function of `coordinator.integrations.sglang.parallel_state`; `initialize_model_parallel` also gets the
+  widths by name, which SGLang's reads from its server arguments;
+* SGLang's: its own function, imported from its wheel with the plugin, so that it creates and uses our groups. Its
+  sampler, its `bootstrap` and its question for a CUDA device, without which it refuses decode context groups, have
+  stand-ins."""
+
+LEFT_OUT = """\
+## Left out
+
+Calls whose method has the name of one of a group's, or whose function that of one of `parallel_state`, on something
+else. A group is recognised by the name of the expression; every other receiver was looked up in SGLang's source, and
+the test fails at one that is not in this table. `…` stands for what is in the brackets."""
+
+
+def table(version: str, found: Sequence[Result], left_out: Sequence[Site]) -> str:
     """Return the results as Markdown."""
-    ran = sum(not each.cause and not each.failure for each in found)
     reachable = sum(not each.cause for each in found)
+    right = sum(not each.cause and not each.failure for each in found)
+    methods = sum(bool(each.site.receiver) for each in found)
+    of_what = f"{methods} of methods, {len(found) - methods} of functions"
     lines = [
         f"# Call sites of SGLang {version}",
         "",
-        "Every call in `sglang.srt` of a method of SGLang's `GroupCoordinator`, and of a getter of its",
-        "`parallel_state`, found by reading its source. Each was made on `SglangGroupCoordinator`, in its form, on",
-        "two ranks with CPU tensors, and its result compared with plain arithmetic. Left out: SGLang's group itself,",
-        "its tests, and `multimodal_gen`, which has a group of its own. Arguments stand for their place or name:",
-        "SGLang's own tensors need its models.",
+        *HEADER.splitlines(),
         "",
-        f"{len(found)} call sites; {reachable} can be reached with CPU tensors; {ran} of these give the right result.",
+        f"{len(found)} call sites: {of_what}. {reachable} can be made with",
+        f"CPU tensors; {right} of these give the right result.",
         "Written by `python -m tests.real_engines.sglang_table WHEEL`.",
         "",
-        "| file in `sglang/srt` | line | call | result |",
-        "|---|---|---|---|",
+        "| file in `sglang/srt` | line | call | called | result |",
+        "|---|---|---|---|---|",
+        *(_line(each) for each in found),
+        "",
+        *LEFT_OUT.splitlines(),
+        "",
+        "| receivers | calls | why they are no group |",
+        "|---|---|---|",
+        *(_left_out_line(each) for each in sglang_left_out.rows(left_out)),
     ]
-    for each in found:
-        site = each.site
-        call = f"{site.receiver}.{site.form}" if site.receiver else site.form
-        outcome = (
-            f"not runnable: {each.cause}"
-            if each.cause
-            else f"fails: {each.failure}"
-            if each.failure
-            else "runs"
-        )
-        cells = (site.path.removeprefix("sglang/srt/"), str(site.line), f"`{call}`", outcome)
-        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _line(result: Result) -> str:
+    site = result.site
+    call = f"{site.receiver}.{site.form}" if site.receiver else site.form
+    where = site.path.removeprefix("sglang/srt/")
+    return f"| {where} | {site.line} | `{call}` | {callee(site)} | {result.outcome} |"
+
+
+def _left_out_line(row: sglang_left_out.Row) -> str:
+    names = ", ".join(
+        f"`{name}`" if count == 1 else f"`{name}` ({count})" for name, count in sorted(row.counts.items())
+    )
+    return f"| {names} | {row.counts.total()} | {row.text} |"
 
 
 def main() -> None:
     wheel = Path(sys.argv[1])
-    print(table(sglang_sites.version_of(wheel), results(wheel)))
+    scan = sglang_sites.scan(wheel)
+    print(table(sglang_sites.version_of(wheel), results(wheel, scan.sites), scan.left_out))
 
 
 if __name__ == "__main__":

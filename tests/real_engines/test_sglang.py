@@ -3,17 +3,12 @@
 `make test-engines` runs this. SGLang's wheel is read, and its distributed layer imported; no model is.
 """
 
-import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.real_engines import sglang_sites, sglang_table
+from tests.real_engines import sglang_left_out, sglang_processes, sglang_sites, sglang_table
 
 pytestmark = pytest.mark.engine
 
@@ -23,11 +18,14 @@ TABLE = ROOT / "docs" / "sglang-call-sites.md"
 
 def test_every_call_site_that_needs_no_gpu_runs(sglang: Path) -> None:
     """Each call in SGLang's source gives the right result on our group, and the table in docs says so."""
-    found = sglang_table.results(sglang)
-    assert len(found) > 200
+    scan = sglang_sites.scan(sglang)
+    assert sglang_left_out.unknown(scan.left_out) == []
+    found = sglang_table.results(sglang, scan.sites)
+    assert len(found) > 300
     assert [each for each in found if each.failure] == []
     assert sum(not each.cause for each in found) >= 0.9 * len(found)
-    assert sglang_table.table(sglang_sites.version_of(sglang), found) == TABLE.read_text().rstrip("\n")
+    version = sglang_sites.version_of(sglang)
+    assert sglang_table.table(version, found, scan.left_out) == TABLE.read_text().rstrip("\n")
 
 
 def test_every_attribute_that_is_read_exists(sglang: Path) -> None:
@@ -41,7 +39,7 @@ def test_its_own_functions_create_our_groups(sglang: Path) -> None:
     """With the plugin, SGLang's `initialize_model_parallel` and `communication_op` work on our groups."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = f"tcp://127.0.0.1:{held.getsockname()[1]}"
-    answers = run_both(sglang, address)
+    answers = sglang_processes.run_both("tests.real_engines.sglang_run", sglang, address)
     mine = [
         [[float(row * 4 + column + rank) for column in range(4)] for row in range(2)] for rank in range(2)
     ]
@@ -57,32 +55,3 @@ def test_its_own_functions_create_our_groups(sglang: Path) -> None:
         assert found["scattered"] == [total[rank]]
         assert found["dict"] == mine[0]
         assert found["custom"] == [2.0]
-
-
-def run_both(sglang: Path, address: str) -> list[dict[str, Any]]:
-    """Run `sglang_run` as two ranks; return what each printed."""
-    paths = [str(ROOT), str(sglang), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = {**os.environ, "SGLANG_PLUGINS": "group_coordinator", "PYTHONPATH": os.pathsep.join(paths)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.real_engines.sglang_run", str(rank), "2", address],
-            env=environ,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=180) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    answers = []
-    for out, log in outputs:
-        lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
-        assert lines, log[-6000:]
-        assert "uses its groups" in log
-        answers.append(json.loads(lines[0].removeprefix("RESULT ")))
-    return answers

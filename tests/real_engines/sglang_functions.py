@@ -372,18 +372,18 @@ def _answers(wanted: Any, **arguments: Any) -> Callable[[Place], Case]:
     return lambda place: (arguments, lambda result: same(result, wanted))
 
 
+def _size(place: Place, name: str) -> Case:
+    return {}, lambda result: same(result, len(place.ranks(name)))
+
+
+def _rank(place: Place, name: str) -> Case:
+    return {}, lambda result: same(result, place.ranks(name).index(place.rank))
+
+
 FUNCTIONS: dict[str, Callable[[Place], Case]] = {
-    **{getter: (lambda place, name=name: _group(place, name)) for getter, name in GROUPS.items()},
-    **{
-        getter: (lambda place, name=name: ({}, lambda result: same(result, len(place.ranks(name)))))
-        for getter, name in SIZES.items()
-    },
-    **{
-        getter: (
-            lambda place, name=name: ({}, lambda result: same(result, place.ranks(name).index(place.rank)))
-        )
-        for getter, name in RANKS.items()
-    },
+    **{getter: functools.partial(_group, name=name) for getter, name in GROUPS.items()},
+    **{getter: functools.partial(_size, name=name) for getter, name in SIZES.items()},
+    **{getter: functools.partial(_rank, name=name) for getter, name in RANKS.items()},
     "GroupCoordinator": _create,
     "P2PWork": _work,
     "_tag_groups_for_flashinfer_allreduce_only": _tag,

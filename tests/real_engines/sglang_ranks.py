@@ -19,6 +19,7 @@ from typing import Any
 
 from coordinator.integrations.sglang import parallel_state as ours
 from coordinator.integrations.sglang import register
+from coordinator.integrations.sglang.group import SglangGroupCoordinator
 from tests.real_engines.sglang_calls import CASES, Call
 from tests.real_engines.sglang_functions import FUNCTIONS, Place
 from tests.real_engines.sglang_run import stand_in_for_the_sampler
@@ -101,13 +102,13 @@ def place_in(state: Any, rank: int, size: int, directory: Path, divide: Callable
 def body(rank: int, size: int, directory: Path, sites: list[dict[str, Any]]) -> list[str]:
     """Make every call with our functions."""
     widths = dict.fromkeys(WIDTHS, size)
-    state: Any = types.SimpleNamespace(**vars(ours), GroupCoordinator=ours.SglangGroupCoordinator)
+    state: Any = types.SimpleNamespace(**vars(ours), GroupCoordinator=SglangGroupCoordinator)
     place = place_in(
         state,
         rank,
         size,
         directory,
-        lambda: ours.initialize_model_parallel(duplicate_tp_group=True, **widths),
+        lambda: state.initialize_model_parallel(duplicate_tp_group=True, **widths),
     )
     place.restart()
     try:

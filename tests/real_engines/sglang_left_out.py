@@ -80,7 +80,7 @@ def rows(sites: Sequence[Site]) -> list[Row]:
 _COMMUNICATOR = "a communicator behind SGLang's own group, which our group does not have"
 _TENSOR = "`gather` of a tensor"
 _SYMMETRIC = "symmetric memory, or a kernel that uses it"
-_POOL = "an owner of memory, or of what is in it: `destroy` frees it"
+_POOL = "an owner of memory: `destroy` frees it, `gather` reads rows of it"
 _SOCKET = "a socket, a pipe or a context of ZeroMQ"
 _ENCODER = "a part of the encoder's server, which sends requests and results"
 _OWN = "an object of SGLang's that moves data by means of its own, over a process group of torch or files"
@@ -116,7 +116,6 @@ REASONS = (
                 "mlog2phy",
                 "mlog_count",
                 "mlogcnt.view(…)",
-                "offloaded_embedding",
             ),
             *(
                 "non_masked_page_table",
@@ -185,7 +184,8 @@ REASONS = (
     ),
     Reason(_POOL, ("super()",), ("mem_cache/pool_host/",), "destroy"),
     Reason(_POOL, ("cls",), ("layers/moe/token_dispatcher/deepep_v2.py",), "destroy"),
-    Reason(_POOL, ("self.store",), ("layers/moe/paged_experts/executor.py",)),
+    Reason(_POOL, ("self.store",), ("layers/moe/paged_experts/executor.py",), "gather"),
+    Reason(_POOL, ("offloaded_embedding",), ("models/qwen4_exp.py",), "gather"),
     Reason(
         _SOCKET,
         (

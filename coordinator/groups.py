@@ -320,11 +320,13 @@ class ParallelGroups:
 
     @contextmanager
     def graph_capture(
-        self, graph_capture_context: GraphCaptureContext | None = None
+        self,
+        graph_capture_context: GraphCaptureContext | None = None,
+        stream: torch.Stream | None = None,
     ) -> Iterator[GraphCaptureContext]:
         """Capture with all groups, entered in order of creation; see `GroupCoordinator.graph_capture`."""
         communicators = [group.device_communicator for group in self.by_name().values()]
-        with capture_on(self.world.device, communicators, graph_capture_context) as context:
+        with capture_on(self.world.device, communicators, graph_capture_context, stream) as context:
             yield context
 
     def __enter__(self) -> Self:

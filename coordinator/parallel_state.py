@@ -461,13 +461,17 @@ def set_custom_all_reduce(enable: bool) -> None:
 
 
 @contextmanager
-def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
+def graph_capture(device: torch.device, stream: torch.Stream | None = None) -> Iterator[GraphCaptureContext]:
     """Capture a CUDA graph in which every current group may be used; a no-op on the CPU.
 
     Collective over the current groups: all ranks capture the same calls.
+
+    Args:
+        device: The device on which a stream is created, if it has streams and none is given.
+        stream: The stream that is captured; default: one of its own.
     """
     groups = current_groups()
-    with groups.graph_capture(context_for(device, None)) as context:
+    with groups.graph_capture(context_for(device, None, stream)) as context:
         yield context
 
 

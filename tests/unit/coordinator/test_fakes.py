@@ -21,6 +21,7 @@ from coordinator import (
     current_groups,
     functional,
     get_tp_group,
+    graph_capture,
     premul_sum,
 )
 from coordinator.groups import DIMENSIONS
@@ -335,10 +336,27 @@ def test_the_groups_of_one_rank() -> None:
         assert current_groups() is groups
         assert get_tp_group() is groups.tp
         assert torch.equal(groups.tp.all_reduce(TABLE), TABLE * 2)
-        with groups.graph_capture():
-            pass
+        with groups.graph_capture() as context:
+            assert context.stream is None
     with pytest.raises(ClosedError):
         groups.world.barrier()
+
+
+def test_all_groups_capture_on_a_given_stream() -> None:
+    """The context of all groups takes the caller's stream, as that of one group does; so does that of the module."""
+    stream: Any = object()
+    with fake_groups(ParallelLayout(tensor=2), 1) as groups:
+        with groups.graph_capture(stream=stream) as context:
+            assert context.stream is stream
+            with groups.graph_capture(context, stream) as same:
+                assert same is context
+        other: Any = object()
+        with pytest.raises(UsageError, match="another stream"), groups.graph_capture(context, stream=other):
+            pass
+        with graph_capture(torch.device("cpu"), stream=stream) as context:
+            assert context.stream is stream
+        with graph_capture(torch.device("cpu")) as context:
+            assert context.stream is None
 
 
 def test_each_dimension_has_a_fake_of_its_own() -> None:

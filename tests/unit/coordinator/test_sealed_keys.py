@@ -1,6 +1,5 @@
 """A queue's key that travels in a serialised handle can be opened by the processes of one family only."""
 
-import multiprocessing.process
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +12,6 @@ from shm_broadcast.errors import DecodeError
 from shm_broadcast.handle import KEY_BYTES, new_key
 
 HANDLE = b"the handle of a queue"
-
-
-@pytest.fixture
-def other_family(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function after which this process belongs to another family."""
-
-    def leave() -> None:
-        process: Any = multiprocessing.process.current_process()
-        monkeypatch.setattr(process, "_config", {**process._config, "authkey": b"another secret"})
-
-    return leave
 
 
 def test_a_sealed_key_is_opened_by_the_same_family() -> None:

@@ -149,10 +149,13 @@ def test_the_tokens_of_two_nodes_are_those_of_stock(vllm: Path) -> None:
 
 
 def test_a_killed_worker_ends_the_engine_and_is_named(vllm: Path) -> None:
-    """Within two seconds the engine gives up, and its log names the rank and the process."""
+    """Within two seconds the client has its error, and core and workers have ended; the log names rank and process."""
     ours = run(vllm, "group_coordinator", "--tensor", "2", "kill")
     killed = ours.results["kill"]
     assert killed["seconds"] < 2
+    assert [len(killed["ended"][name]) for name in ("core", "workers")] == [1, 1]
+    for name, times in killed["ended"].items():
+        assert all(seconds is not None and seconds < 2 for seconds in times), f"{name}: {times}"
     (line, *_) = [
         line for line in ours.log.splitlines() if str(killed["victim"]) in line and "rank 1" in line
     ]

@@ -24,6 +24,8 @@ from benchmarks.engine_model import write_model
 # Most tokens of one step, and the lengths of prompts that need several.
 STEP_TOKENS = 64
 LONG = (200, 150, 170)
+# How long after a kill the processes of an engine are watched.
+ENDING_S = 20.0
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -121,8 +123,8 @@ def answers_of(
     return answers
 
 
-def workers() -> list[int]:
-    """Return the process ids of the engine's workers, by rank."""
+def processes(kind: str) -> list[int]:
+    """Return the process ids of the engine's core ("EngineCore") or of its workers ("Worker"), by rank."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -130,9 +132,18 @@ def workers() -> list[int]:
                 title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:  # it has ended meanwhile
                 continue
-            if title.startswith("VLLM::Worker") and is_descendant(int(entry.name)):
+            if title.startswith(f"VLLM::{kind}") and is_descendant(int(entry.name)):
                 found.append((title, int(entry.name)))
     return [pid for _, pid in sorted(found)]
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or only its parent has not asked how it ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
 
 
 def is_descendant(pid: int) -> bool:
@@ -197,8 +208,12 @@ def rpc(llm: Any) -> Any:
 
 
 def kill(llm: Any) -> Any:
-    """Kill the last worker while it decodes; return how long the engine takes to give up, and the error."""
-    victim = workers()[-1]
+    """Kill the last worker while it decodes; return when the client raised, the error, and when the others ended.
+
+    Times are in seconds from the kill; None stands for a process that runs on `ENDING_S` later.
+    """
+    *others, victim = processes("Worker")
+    left = {"core": processes("EngineCore"), "workers": others}
     killed_s = []
 
     def shoot() -> None:
@@ -210,7 +225,23 @@ def kill(llm: Any) -> Any:
         while True:
             generate(llm, tokens=64)
     except Exception as error:
-        return {"seconds": time.monotonic() - killed_s[0], "victim": victim, "error": repr(error)}
+        raised_s, text = time.monotonic() - killed_s[0], repr(error)
+    ended: dict[str, list[float | None]] = {
+        name: [ended_after(pid, killed_s[0]) for pid in pids] for name, pids in left.items()
+    }
+    return {"seconds": raised_s, "victim": victim, "error": text, "ended": ended}
+
+
+def ended_after(pid: int, start_s: float) -> float | None:
+    """Wait until a process has ended, at most until `ENDING_S` after `start_s`; return how long after, or None.
+
+    Processes are waited for one after the other, so that a time may be too long, but is never too short.
+    """
+    while not has_ended(pid):
+        if time.monotonic() - start_s > ENDING_S:
+            return None
+        time.sleep(0.02)
+    return time.monotonic() - start_s
 
 
 def sleep(llm: Any) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import CodeType
 from typing import Any, Final
 
 Signatures = Mapping[str, Sequence[str] | None]
@@ -50,6 +53,44 @@ def gaps(wanted: Signatures, cls: type, unused: Collection[str] = ()) -> list[st
     return missing
 
 
+def attributes(cls: type) -> set[str]:
+    """Return the public names that a class and its bases declare for their objects, or assign to `self` in a method.
+
+    Nothing is called. What other code assigns to an object is not seen.
+    """
+    found: set[str] = set()
+    for base in cls.__mro__[:-1]:
+        # Python 3.14 evaluates annotations here; those for type checkers only may name what was not imported.
+        with suppress(NameError):
+            found |= set(inspect.get_annotations(base))
+        for member in vars(base).values():
+            # A property or a classmethod holds a function, and a decorator such as `contextmanager` wraps one.
+            function = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
+            if inspect.isfunction(function):
+                found |= set(_assigned(function.__code__))
+    return {name for name in found if not name.startswith("_")}
+
+
+def lacking(wanted: Collection[str], cls: type, unused: Collection[str] = ()) -> list[str]:
+    """Return which of the names `wanted` the objects of `cls` have neither as attribute nor as method, in words.
+
+    Args:
+        wanted: The attributes of the engine's class.
+        cls: The class that shall take its place.
+        unused: Names that nothing outside of the engine's class uses.
+    """
+    missing = set(wanted) - set(unused) - attributes(cls) - set(dir(cls))
+    return [f"{cls.__name__} has no attribute {name}" for name in sorted(missing)]
+
+
+def mismatch(function: Any, name: str, parameters: Sequence[str]) -> str | None:
+    """Return why a call with `parameters` does not fit a function or method called `name`, in words, or None."""
+    own = _parameters(function, None)
+    if own[:1] == ["self"]:  # a method that was looked up in its class
+        own = own[1:]
+    return None if _accepts(own, parameters) else f"{name} takes {_listed(own)}, not {_listed(parameters)}"
+
+
 def _accepts(own: Sequence[str], wanted: Sequence[str]) -> bool:
     """Return whether every call that fits the parameters `wanted` fits `own`."""
     own_places, wanted_places = (
@@ -80,6 +121,18 @@ def _parameters(function: Any, member: object) -> list[str]:
         if each.kind not in _VARIABLE
     ]
     return found[1:] if inspect.isfunction(member) else found
+
+
+def _assigned(code: CodeType) -> Iterator[str]:
+    """Yield the names that a method assigns to `self`."""
+    before: dis.Instruction | None = None
+    for each in dis.get_instructions(code):
+        # Python 3.13 handles two variables by one instruction, whose argument is a pair; the later one is the object.
+        if each.opname == "STORE_ATTR" and before is not None and "LOAD_FAST" in before.opname:
+            loaded = before.argval
+            if (loaded[-1] if isinstance(loaded, tuple) else loaded) == "self":
+                yield str(each.argval)
+        before = each
 
 
 def _written(parameter: inspect.Parameter) -> str:

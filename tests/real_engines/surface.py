@@ -1,7 +1,9 @@
-"""Write down the public methods of an engine's classes: `python -m tests.real_engines.surface FOLDER… > FILE`.
+"""Write down what the plugins rely on: `python -m tests.real_engines.surface FOLDER… > FILE`.
 
-Each folder holds the unpacked wheel of one version of vLLM or SGLang; nothing is imported. `vllm_surface.json` and
-`sglang_surface.json` in `tests/unit/coordinator` are the results for the versions that the plugins are known to fit.
+Each folder holds the unpacked wheel of one version of vLLM or SGLang; nothing is imported of it. `vllm_surface.json`
+and `sglang_surface.json` in `tests/unit/coordinator` are the results for the versions that the plugins are known to
+fit: the public methods of the classes, and for vLLM also what their objects have, what its other modules read of them,
+and what the plugin itself uses (see `vllm_uses`).
 """
 
 import ast
@@ -9,6 +11,9 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
+
+from tests.real_engines import vllm_uses
 
 CLASSES = {
     "vllm": {
@@ -26,7 +31,11 @@ def engine_of(folder: Path) -> str:
 
 def version_of(folder: Path) -> str:
     """Return the version that the wheel's metadata states."""
-    (metadata,) = folder.glob(f"{engine_of(folder)}*.dist-info/METADATA")
+    (metadata,) = (
+        path
+        for path in folder.glob("*.dist-info/METADATA")
+        if re.match(r"(vllm(_cpu)?|sglang)-", path.parent.name)
+    )
     found = re.search(r"^Version: (.+)$", metadata.read_text(), re.MULTILINE)
     assert found is not None
     return found[1]
@@ -42,33 +51,26 @@ def members(source: str, name: str) -> dict[str, list[str] | None]:
         if isinstance(node, ast.ClassDef):
             table[node.name] = None
         if isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("_")):
-            kinds = {each.id for each in node.decorator_list if isinstance(each, ast.Name)}
-            names = parameters(node.args)
-            table[node.name] = (
-                None if "property" in kinds else names if "staticmethod" in kinds else names[1:]
-            )
+            table[node.name] = vllm_uses.parameters_of(node)
     return table
 
 
-def parameters(found: ast.arguments) -> list[str]:
-    """Return parameters as `coordinator.integrations.surface` writes them."""
-    places = [each.arg for each in (*found.posonlyargs, *found.args)]
-    first = len(places) - len(found.defaults)
-    written = [f"{name}=" if place >= first else name for place, name in enumerate(places)]
-    named = zip(found.kwonlyargs, found.kw_defaults, strict=True)
-    return written + [f"*{each.arg}" + ("" if default is None else "=") for each, default in named]
+def surface(folder: Path) -> dict[str, Any]:
+    """Return what the plugin for the engine in `folder` relies on."""
+    engine = engine_of(folder)
+    found: dict[str, Any] = {
+        name: members((folder / path).read_text(), name) for name, path in CLASSES[engine].items()
+    }
+    if engine == "vllm":
+        found["sets"] = vllm_uses.sets(folder)
+        found["reads"] = vllm_uses.reads(folder)
+        found["needs"] = vllm_uses.needs(folder)
+    return found
 
 
 def main() -> None:
     folders = [Path(each) for each in sys.argv[1:]]
-    table = {
-        version_of(folder): {
-            name: members((folder / path).read_text(), name)
-            for name, path in CLASSES[engine_of(folder)].items()
-        }
-        for folder in folders
-    }
-    print(json.dumps(table, indent=1))
+    print(json.dumps({version_of(folder): surface(folder) for folder in folders}, indent=1))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
+from tests.real_engines import surface
 
 pytestmark = pytest.mark.engine
 
@@ -66,6 +67,13 @@ def output(
 def uses_ours(log: str) -> int:
     """Return how many processes say that they use our groups and queues."""
     return len(set(re.findall(r"process (\d+) of vLLM \S+ uses its groups and queues", log)))
+
+
+def test_what_the_plugin_relies_on_is_written_down(vllm: Path) -> None:
+    """The classes, what their objects have, what other modules read, and what the plugin uses, in vLLM's source."""
+    (folder,) = vllm.parents[1].glob("lib/python*/site-packages")
+    frozen = json.loads((ROOT / "tests/unit/coordinator/vllm_surface.json").read_text())
+    assert surface.surface(folder) == frozen[surface.version_of(folder)]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from coordinator.group import GroupCoordinator
+from coordinator.integrations.vllm.announcement import announce
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
 from device_comm import checks
 from shm_broadcast.errors import CapabilityError, UsageError
@@ -28,11 +29,20 @@ LOADING_S: Final = 1800.0
 class VllmGroupCoordinator(GroupCoordinator):
     """A group whose queues and experts follow vLLM's rules; constructor and attributes are those of the base class."""
 
+    def _create(self, *parts: Any) -> None:
+        """Refuse, on every rank alike, what vLLM's elastic engine would make of this group."""
+        parallel = _parallel_config()
+        if parallel is not None and parallel.enable_elastic_ep:
+            raise CapabilityError(
+                "vLLM's elastic expert parallelism (enable_elastic_ep) works with groups of vLLM's own, which it "
+                "exchanges while the engine runs, and not with those of group_coordinator: take group_coordinator out "
+                "of VLLM_PLUGINS, or unset VLLM_PLUGINS"
+            )
+        super()._create(*parts)
+
     def _bind(self, *parts: Any) -> None:
         super()._bind(*parts)
-        # vLLM's configuration can be asked for while groups are made, but not while a model runs.
-        config = import_module("vllm.config").get_current_vllm_config_or_none()
-        parallel = None if config is None else config.parallel_config
+        parallel = _parallel_config()
         self._sums_in_place = self.device.type == "cpu"
         self._spreads_experts = parallel is not None and parallel.enable_expert_parallel
         # Ranks of a node as vLLM counts them, if its engine spans several; None: hosts are compared. Two nodes
@@ -40,6 +50,7 @@ class VllmGroupCoordinator(GroupCoordinator):
         self._node_ranks: int | None = None
         if parallel is not None and parallel.nnodes_within_dp > 1:
             self._node_ranks = parallel.local_world_size
+        announce()
 
     def create_mq_broadcaster(  # type: ignore[override]
         self,
@@ -160,13 +171,12 @@ class VllmGroupCoordinator(GroupCoordinator):
         if super()._serving(is_sequence_parallel) is self and is_sequence_parallel:
             return self
         state = import_module(STATE)
-        replicas, context = state.get_dp_group(), state.get_pcp_group()
-        group = context
-        if replicas.world_size > 1:
-            group = self if self._spreads_experts and context.world_size > 1 else replicas
-        if not isinstance(group, GroupCoordinator):
-            raise UsageError(f"{group!r} is a group of vLLM's own, as an elastic engine uses them")
-        return group
+        # An elastic engine would have a group of vLLM's own for the replicas; `_create` refuses it.
+        replicas: GroupCoordinator = state.get_dp_group()
+        context: GroupCoordinator = state.get_pcp_group()
+        if replicas.world_size == 1:
+            return context
+        return self if self._spreads_experts and context.world_size > 1 else replicas
 
     def _together(self, make: Callable[[], MessageQueue]) -> MessageQueue:
         """Return what `make` returns if it succeeds on every rank, else raise the same error on all. Collective."""
@@ -187,3 +197,12 @@ class VllmGroupCoordinator(GroupCoordinator):
                 queue.shutdown()
             raise CapabilityError(f"{self._health.where('create queue')}: {reasons}")
         return queue
+
+
+def _parallel_config() -> Any:
+    """Return vLLM's configuration of its parallel layout, or None.
+
+    It can be asked for while groups are made, but not while a model runs.
+    """
+    config = import_module("vllm.config").get_current_vllm_config_or_none()
+    return None if config is None else config.parallel_config

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from coordinator.integrations.ray import carry_in_clear
 from coordinator.integrations.sealing import open_sealed, seal
+from coordinator.integrations.vllm.announcement import announce
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError, UsageError
@@ -167,6 +168,7 @@ class MessageQueue:
         self._handle = handle
         self.shutting_down: bool = False
         self.tensor_arena: None = None
+        announce()
 
     @classmethod
     def of(cls, end: Any) -> Self:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import logging
-import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Final
 
-from coordinator.integrations.surface import gaps, signatures
+from coordinator.integrations.surface import attributes, gaps, lacking, mismatch, signatures
+from coordinator.integrations.vllm.announcement import announce, logger, replaced
 from coordinator.integrations.vllm.group import STATE, VllmGroupCoordinator
-from coordinator.integrations.vllm.message_queue import MessageQueue
+from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
 from shm_broadcast.codec import register_package
 from shm_broadcast.errors import ClosedError, UsageError
-
-# vLLM configures the logger "vllm" and its children when `vllm.logger` is imported, so our lines appear beside its own.
-logger: logging.Logger = logging.getLogger("vllm.plugins.group_coordinator")
 
 _QUEUES: Final = "vllm.distributed.device_communicators.shm_broadcast"
 _EXECUTOR: Final = "vllm.v1.executor.multiproc_executor"
 # This module derives a class from vLLM's group. It is imported first, so that it keeps the class that it was made for.
 _STATELESS: Final = "vllm.distributed.stateless_coordinator"
+_CONFIG: Final = "vllm.config"
+
+VERIFIED: Final = ("0.32", "0.33")
+"""The versions of vLLM that this plugin was run with or compared with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Place:
         module: The module that defines it.
         name: Its name there, and in the modules that import it.
         ours: The class that takes its place.
-        unused: Names of vLLM's class that only vLLM's own class uses.
+        unused: Names of vLLM's class and of its objects that only vLLM's own class uses.
     """
 
     module: str
@@ -46,7 +46,7 @@ class _Place:
 
 
 PLACES: Final = (
-    _Place(STATE, "GroupCoordinator", VllmGroupCoordinator),
+    _Place(STATE, "GroupCoordinator", VllmGroupCoordinator, frozenset({"cpu_timeout"})),
     _Place(
         _QUEUES,
         "MessageQueue",
@@ -55,10 +55,55 @@ PLACES: Final = (
             {
                 *("acquire_read", "acquire_write", "recv", "ReadTimeoutWithWarnings"),
                 *("create_from_process_group", "create_from_process_group_single_reader"),
+                *("n_local_reader", "n_remote_reader", "local_reader_rank", "handle"),
+                *("buffer", "current_idx", "local_socket", "remote_socket"),
             }
         ),
     ),
 )
+
+HANDLE: Final = _Place(
+    _QUEUES,
+    "Handle",
+    MessageQueueHandle,
+    frozenset(
+        {
+            *("buffer_handle", "local_subscribe_addr", "local_notify_addr", "remote_addr_ipv6"),
+            "tensor_arena_handle",
+        }
+    ),
+)
+"""What `MessageQueue.export_handle` returns. vLLM's class stays where it is: only its own queues create it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Need:
+    """What this plugin itself calls or reads of vLLM.
+
+    Attributes:
+        module: The module from which it is taken.
+        name: Its name there, or the names of a class and of a member.
+        parameters: With which parameters it is called, as `surface` writes them; None for what is read.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+
+
+NEEDS: Final = (
+    _Need(STATE, "get_dp_group", ()),
+    _Need(STATE, "get_pcp_group", ()),
+    _Need(_CONFIG, "get_current_vllm_config_or_none", ()),
+    _Need(_CONFIG, "VllmConfig.parallel_config"),
+    _Need(_CONFIG, "ParallelConfig.enable_elastic_ep"),
+    _Need(_CONFIG, "ParallelConfig.enable_expert_parallel"),
+    _Need(_CONFIG, "ParallelConfig.local_world_size"),
+    _Need(_CONFIG, "ParallelConfig.nnodes_within_dp"),
+    _Need(_EXECUTOR, "WorkerProc.enqueue_output", ("output",)),
+)
+
+_ABSENT: Final = object()
 
 
 def install() -> None:
@@ -74,22 +119,26 @@ def install() -> None:
         )
         return
     if not found:
+        announce()  # in a process that was forked since
         return
     register_package("vllm")
-    replaced = [(holder, name, getattr(holder, name), ours) for holder, name, ours in found]
+    before = [(holder, name, getattr(holder, name), ours) for holder, name, ours in found]
     try:
-        for holder, name, _, ours in replaced:
+        for holder, name, _, ours in before:
             setattr(holder, name, ours)
     except BaseException:
-        for holder, name, stock, _ in replaced:
+        for holder, name, stock, _ in before:
             setattr(holder, name, stock)
         raise
-    logger.info(
-        "group_coordinator %s: process %d of vLLM %s uses its groups and queues",
-        version("group-coordinator"),
-        os.getpid(),
-        release,
-    )
+    if ".".join(release.split(".")[:2]) not in VERIFIED:
+        logger.warning(
+            "group_coordinator: not verified with this version of vLLM, %s, but with %s. Everything that was looked "
+            "for is there, so the engine uses these groups and queues; it uses vLLM's own if VLLM_PLUGINS does not "
+            "name group_coordinator",
+            release,
+            " and ".join(VERIFIED),
+        )
+    replaced(release)
 
 
 def _look() -> tuple[list[tuple[Any, str, Any]], list[str]]:
@@ -98,24 +147,50 @@ def _look() -> tuple[list[tuple[Any, str, Any]], list[str]]:
     Nothing is replaced yet. References that were replaced before are left out.
     """
     found: list[tuple[Any, str, Any]] = []
-    missing = [f"module {name}" for name in (_STATELESS, _EXECUTOR) if _module(name) is None]
+    missing = [f"module {name}" for name in (_STATELESS, _EXECUTOR, _CONFIG) if _module(name) is None]
     for place in PLACES:
-        module = _module(place.module)
-        stock: Any = getattr(module, place.name, None)
+        stock = _class(place)
         if stock is place.ours:
             continue
-        if not isinstance(stock, type):
+        if stock is None:
             missing.append(f"class {place.name} in {place.module}")
             continue
-        missing += gaps(signatures(stock), place.ours, place.unused)
+        surface = signatures(stock)
+        missing += gaps(surface, place.ours, place.unused)
+        missing += lacking(attributes(stock) - surface.keys(), place.ours, place.unused)
         found += [(user, place.name, place.ours) for user in _users(place.name, stock)]
-    worker = getattr(_module(_EXECUTOR), "WorkerProc", None)
-    answer = getattr(worker, "enqueue_output", None)
-    if answer is None:
-        missing.append(f"WorkerProc.enqueue_output in {_EXECUTOR}")
-    elif found:
-        found.append((worker, "enqueue_output", _answering(answer)))
+    if found:
+        handle = _class(HANDLE)
+        if handle is None:
+            missing.append(f"class {HANDLE.name} in {HANDLE.module}")
+        else:
+            missing += lacking(attributes(handle), HANDLE.ours, HANDLE.unused)
+        missing += [text for need in NEEDS if (text := _unmet(need)) is not None]
+        if not missing:
+            worker: Any = getattr(_module(_EXECUTOR), "WorkerProc", None)
+            found.append((worker, "enqueue_output", _answering(worker.enqueue_output)))
     return found, missing
+
+
+def _class(place: _Place) -> type | None:
+    found = getattr(_module(place.module), place.name, None)
+    return found if isinstance(found, type) else None
+
+
+def _unmet(need: _Need) -> str | None:
+    """Return what vLLM lacks of `need`, in words, or None."""
+    found: Any = _module(need.module)
+    if found is None:
+        return None  # the module itself is named already
+    for name in need.name.split("."):
+        # A field of a dataclass that has no default is no attribute of the class.
+        fields = getattr(found, "__dataclass_fields__", {})
+        found = getattr(found, name, fields.get(name, _ABSENT))
+    if found is _ABSENT:
+        return f"{need.name} in {need.module}"
+    if need.parameters is None:
+        return None
+    return mismatch(found, need.name, need.parameters) if callable(found) else f"{need.name} is no function"
 
 
 def _answering(stock: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
@@ -162,4 +237,4 @@ def _vllm_version() -> str:
     return "of an unknown version"
 
 
-__all__ = ["PLACES", "install"]
+__all__ = ["HANDLE", "NEEDS", "PLACES", "install"]

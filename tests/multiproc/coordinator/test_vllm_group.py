@@ -34,6 +34,18 @@ def vllm_group(first: GroupCoordinator, current: object = None) -> Iterator[Vllm
         del sys.modules["vllm.config"]
 
 
+def configuration(**changes: Any) -> object:
+    """Return a configuration of vLLM with what the groups read of it."""
+    found = {
+        "enable_elastic_ep": False,
+        "enable_expert_parallel": False,
+        "nnodes_within_dp": 1,
+        "local_world_size": 1,
+        **changes,
+    }
+    return types.SimpleNamespace(parallel_config=types.SimpleNamespace(**found))
+
+
 def sums(rank: int, world_size: int, directory: Path) -> None:
     # Import this before there is a world, because torch keeps the present world as a default argument.
     import torch._dynamo
@@ -113,8 +125,7 @@ def test_the_queues_that_vllm_asks_for(ranks2: RankPool) -> None:
 
 
 def on_two_nodes(rank: int, world_size: int, directory: Path) -> Any:
-    parallel = types.SimpleNamespace(enable_expert_parallel=False, nnodes_within_dp=2, local_world_size=1)
-    current = types.SimpleNamespace(parallel_config=parallel)
+    current = configuration(nnodes_within_dp=2)
     with world(rank, world_size, directory) as first, vllm_group(first, current) as group:
         answers, handles = group.create_single_reader_mq_broadcasters(0)
         found = [(each.local_reader_ranks, each.remote_subscribe_addr is not None) for each in handles]
@@ -135,3 +146,21 @@ def on_two_nodes(rank: int, world_size: int, directory: Path) -> Any:
 def test_two_nodes_of_vllm_on_one_host_are_two_nodes(ranks2: RankPool) -> None:
     """Each node has an executor of its own, so the first one reads the other's worker over a socket."""
     assert ranks2.run(on_two_nodes)[0] == [[[0], False], [[], True]]
+
+
+def elastic(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as first:
+        with (
+            pytest.raises(CapabilityError, match="enable_elastic_ep.*unset VLLM_PLUGINS"),
+            vllm_group(first, configuration(enable_elastic_ep=True)),
+        ):
+            pass
+        # No rank has begun to create it, so the next group has the next name and number.
+        with vllm_group(first, configuration()) as group:
+            assert group.unique_name == "tp:0"
+            assert group.all_gather_object(rank) == [0, 1]
+
+
+def test_an_elastic_engine_is_refused_with_the_remedy(ranks2: RankPool) -> None:
+    """Its groups for experts are of a class of vLLM's own, beside which ours cannot work; each rank says so."""
+    ranks2.run(elastic)

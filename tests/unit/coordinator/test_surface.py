@@ -1,10 +1,12 @@
 """What an engine's class offers and ours lacks is found and named."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from coordinator.integrations.surface import gaps, signatures
+from coordinator.integrations.surface import attributes, gaps, lacking, mismatch, signatures
 
 
 class Stock:
@@ -94,3 +96,61 @@ def test_a_missing_name_is_named_unless_nobody_uses_it() -> None:
 
     assert gaps(signatures(Stock), Ours) == ["Ours has no made_from"]
     assert gaps(signatures(Stock), Ours, {"made_from"}) == []
+
+
+# --- what objects have beside their methods -------------------------------------------------------------------
+
+
+class Base:
+    declared: int
+
+    def __init__(self, other: Any) -> None:
+        self.plain = other
+        self.annotated: int = 1
+        self.first, self.second = other
+        other.elsewhere = self._private = 1
+
+    @property
+    def asked(self) -> int:
+        """Be a member of the class, which `signatures` returns."""
+        self.counted = 1
+        return 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be wrapped by a decorator."""
+        self.entered = value = True
+        yield
+        self.left = value
+
+
+class Derived(Base):
+    @classmethod
+    def made(cls) -> Any:
+        """Name an object as its methods do."""
+        self: Any = cls.__new__(cls)
+        self.kind = "made"
+        return self
+
+
+def test_what_objects_get_is_found_without_an_object() -> None:
+    """Declarations and assignments to `self` count, in any method and in the bases; those to other objects do not."""
+    found = {"declared", "plain", "annotated", "first", "second", "counted", "entered", "left"}
+    assert attributes(Base) == found
+    assert attributes(Derived) == {*found, "kind"}
+
+
+def test_what_objects_lack_is_named() -> None:
+    """An attribute of the engine's objects may be an attribute, a property or a method of ours."""
+    wanted = {"plain", "asked", "held", "kind", "zone"}
+    assert lacking(wanted, Derived) == ["Derived has no attribute zone"]
+    assert lacking(wanted, Base) == ["Base has no attribute kind", "Base has no attribute zone"]
+    assert lacking(wanted, Base, {"zone", "kind"}) == []
+
+
+def test_a_call_that_does_not_fit_is_named() -> None:
+    """Further parameters must have defaults; a method is looked up in its class."""
+    assert mismatch(Stock.reduce, "reduce", ("tensor",)) is None
+    assert mismatch(Stock.reduce, "reduce", ()) == "reduce takes (tensor, op=), not ()"
+    assert mismatch(lambda: 0, "get", ()) is None
+    assert mismatch(lambda kind: 0, "get", ()) == "get takes (kind), not ()"

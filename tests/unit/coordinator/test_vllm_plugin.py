@@ -3,8 +3,11 @@
 The modules here stand for vLLM: they have its names and signatures, and nothing behind them.
 """
 
+import dataclasses
 import json
 import logging
+import multiprocessing
+import os
 import sys
 import threading
 import types
@@ -15,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.integrations.surface import gaps
-from coordinator.integrations.vllm import register
+from coordinator.integrations.surface import gaps, lacking
+from coordinator.integrations.vllm import announcement, plugin, register
 from coordinator.integrations.vllm.group import VllmGroupCoordinator
 from coordinator.integrations.vllm.message_queue import MessageQueue
-from coordinator.integrations.vllm.plugin import PLACES
+from coordinator.integrations.vllm.plugin import HANDLE, NEEDS, PLACES
 from shm_broadcast import codec
 from shm_broadcast.errors import UsageError
 
@@ -29,10 +32,15 @@ STATE = "vllm.distributed.parallel_state"
 QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
 STATELESS = "vllm.distributed.stateless_coordinator"
+CONFIG = "vllm.config"
+
+FROZEN = json.loads(Path(__file__).with_name("vllm_surface.json").read_text())
 
 
 def group_class() -> type:
     class GroupCoordinator:
+        rank: int
+
         def __init__(
             self,
             group_ranks: Any,
@@ -43,7 +51,9 @@ def group_class() -> type:
             group_name: Any = None,
             use_all2all: Any = False,
         ) -> None:
-            """Take what vLLM 0.32 passes."""
+            """Take what vLLM 0.32 passes, and set two of its attributes."""
+            self.device_index: int = local_rank
+            self.rank, self._private = 0, use_all2all
 
         def all_reduce(self, input_: Any) -> None:
             """Be one of the methods."""
@@ -68,7 +78,9 @@ def queue_class() -> type:
             connect_ip: Any = None,
             enable_shm_tensor_arena: Any = False,
         ) -> None:
-            """Take what vLLM 0.32 passes."""
+            """Take what vLLM 0.32 passes, and set what it sets."""
+            self.n_local_reader = n_local_reader
+            self.shutting_down = False
 
         def acquire_write(self, timeout: Any = None) -> None:
             """Be used by vLLM's own class only."""
@@ -77,6 +89,32 @@ def queue_class() -> type:
             """Be one of the methods."""
 
     return MessageQueue
+
+
+def handle_class() -> type:
+    @dataclasses.dataclass
+    class Handle:
+        local_reader_ranks: list[int]
+        remote_subscribe_addr: str | None = None
+        buffer_handle: object = None
+
+    return Handle
+
+
+def config_class() -> type:
+    @dataclasses.dataclass
+    class ParallelConfig:
+        enable_expert_parallel: bool
+        enable_elastic_ep: bool = False
+
+        @property
+        def local_world_size(self) -> int:
+            """Be a property, as in vLLM."""
+            return 1
+
+        nnodes_within_dp = local_world_size
+
+    return ParallelConfig
 
 
 def worker_class() -> type:
@@ -98,7 +136,7 @@ def worker_class() -> type:
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
     """Put modules with vLLM's names in place, and take away afterwards what the plugin registered."""
     modules: Modules = {}
-    for name in (STATE, QUEUES, EXECUTOR, STATELESS):
+    for name in (STATE, QUEUES, EXECUTOR, STATELESS, CONFIG):
         parts = name.split(".")
         for length in range(1, len(parts) + 1):
             full = ".".join(parts[:length])
@@ -109,7 +147,15 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
     modules[EXECUTOR].WorkerProc = worker_class()
     modules[STATE].GroupCoordinator = modules[STATELESS].GroupCoordinator = group_class()
     modules[QUEUES].MessageQueue = modules[EXECUTOR].MessageQueue = queue_class()
+    modules[QUEUES].Handle = handle_class()
+    modules[STATE].get_dp_group = modules[STATE].get_pcp_group = lambda: None
+    modules[CONFIG].get_current_vllm_config_or_none = lambda: None
+    modules[CONFIG].ParallelConfig = config_class()
+    modules[CONFIG].VllmConfig = types.SimpleNamespace(parallel_config=None)
     monkeypatch.setenv("VLLM_PLUGINS", "another_plugin,group_coordinator")
+    monkeypatch.setattr(plugin, "_vllm_version", lambda: "0.32.0")
+    for name in ("release", "pid"):
+        monkeypatch.setattr(announcement._said, name, None)
     yield modules
     with suppress(UsageError):
         codec.unregister_package("vllm")
@@ -149,6 +195,94 @@ def test_a_second_call_changes_nothing_and_says_nothing(
     assert caplog.messages == []
 
 
+class Lines(logging.Handler):
+    """Keep what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def child(connection: Any) -> None:
+    """Be a worker that vLLM forked: it loads no plugin again, and makes queues."""
+    lines = Lines()
+    announcement.logger.addHandler(lines)
+    announcement.logger.setLevel(logging.INFO)
+    for _ in range(2):
+        MessageQueue(1, 1).shutdown()
+    connection.send((os.getpid(), lines.found))
+
+
+def test_a_forked_process_says_once_that_it_uses_ours(
+    vllm: Modules, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does when it makes its first queue. The process that has spoken stays silent."""
+    register()
+    with caplog.at_level(logging.INFO, "vllm"):
+        MessageQueue(1, 1).shutdown()
+    assert caplog.messages == []
+    context = multiprocessing.get_context("fork")
+    ours, its = context.Pipe()
+    with ours, its:
+        process = context.Process(target=child, args=(its,))
+        process.start()
+        assert ours.poll(20)
+        pid, lines = ours.recv()
+        process.join(20)
+        process.close()
+    (line,) = lines
+    assert f"process {pid} of vLLM 0.32.0 uses its groups and queues" in line
+
+
+def test_a_forked_process_in_which_it_is_loaded_again_says_so(
+    vllm: Modules, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the plugin is called in a forked process, that process says what it inherited."""
+    register()
+    monkeypatch.setattr(announcement._said, "pid", os.getppid())
+    with caplog.at_level(logging.INFO, "vllm"):
+        register()
+        register()
+    (line,) = caplog.messages
+    assert f"process {os.getpid()} of vLLM" in line
+
+
+def test_a_queue_says_nothing_where_nothing_was_replaced(
+    vllm: Modules, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the plugin our queue is one class among others."""
+    with caplog.at_level(logging.INFO, "vllm"):
+        MessageQueue(1, 1).shutdown()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("release", ["0.34.0", "1.32.0", "0.3", "of an unknown version"])
+def test_another_version_that_fits_is_used_with_a_warning(
+    vllm: Modules, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str
+) -> None:
+    """Nobody has run it. The warning names the version and those that are known, and says how to do without."""
+    monkeypatch.setattr(plugin, "_vllm_version", lambda: release)
+    register()
+    assert all(is_ours(vllm))
+    (line,) = caplog.messages
+    assert f"not verified with this version of vLLM, {release}, but with 0.32 and 0.33" in line
+    assert "VLLM_PLUGINS" in line
+
+
+@pytest.mark.parametrize("release", ["0.32.0", "0.32.4+cpu", "0.33.0", "0.33.1rc1"])
+def test_a_known_version_is_used_without_a_warning(
+    vllm: Modules, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str
+) -> None:
+    """Its corrections are taken for what they correct."""
+    monkeypatch.setattr(plugin, "_vllm_version", lambda: release)
+    register()
+    assert all(is_ours(vllm))
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("plugins", [None, "", "another_plugin", "group_coordinator_2"])
 def test_it_is_inert_unless_it_is_named(
     vllm: Modules, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, plugins: str | None
@@ -163,6 +297,17 @@ def test_it_is_inert_unless_it_is_named(
     assert caplog.messages == []
 
 
+def with_attributes(cls: type, **declared: Any) -> None:
+    """Declare further attributes for the objects of a class, as its annotations do."""
+    cls.__annotations__ = {**cls.__annotations__, **declared}
+
+
+def sets_topology(self: Any) -> None:
+    """Be a method that gives its object a further attribute."""
+    self.topology = 1
+    self._private = 2
+
+
 @pytest.mark.guarantee("G50")
 @pytest.mark.parametrize(
     ("break_it", "text"),
@@ -175,6 +320,66 @@ def test_it_is_inert_unless_it_is_named(
         (
             lambda modules: setattr(modules[QUEUES].MessageQueue, "dequeue", lambda self, limit=None: None),
             "takes (timeout=, indefinite=), not (limit=)",
+        ),
+        # Earlier versions of vLLM have it in the second place.
+        (
+            lambda modules: setattr(
+                modules[QUEUES].MessageQueue,
+                "dequeue",
+                lambda self, timeout=None, cancel=None, indefinite=False: None,
+            ),
+            "takes (timeout=, indefinite=), not (timeout=, cancel=, indefinite=)",
+        ),
+        (
+            lambda modules: setattr(
+                modules[QUEUES].MessageQueue,
+                "dequeue",
+                lambda self, timeout=None, indefinite=False, *, cancel=None: None,
+            ),
+            "takes (timeout=, indefinite=), not (timeout=, indefinite=, *cancel=)",
+        ),
+        # Equal methods, and attributes that other modules may read.
+        (
+            lambda modules: with_attributes(modules[STATE].GroupCoordinator, topology=int),
+            "VllmGroupCoordinator has no attribute topology",
+        ),
+        (
+            lambda modules: setattr(modules[STATE].GroupCoordinator, "_join", sets_topology),
+            "VllmGroupCoordinator has no attribute topology",
+        ),
+        (
+            lambda modules: setattr(modules[QUEUES].MessageQueue, "_connect", sets_topology),
+            "MessageQueue has no attribute topology",
+        ),
+        (
+            lambda modules: with_attributes(modules[QUEUES].Handle, topology=int),
+            "MessageQueueHandle has no attribute topology",
+        ),
+        (lambda modules: delattr(modules[QUEUES], "Handle"), f"class Handle in {QUEUES}"),
+        # What the plugin itself calls and reads.
+        (lambda modules: delattr(modules[STATE], "get_dp_group"), f"get_dp_group in {STATE}"),
+        (
+            lambda modules: setattr(modules[STATE], "get_pcp_group", lambda kind: kind),
+            "get_pcp_group takes (kind), not ()",
+        ),
+        (lambda modules: setattr(modules[STATE], "get_pcp_group", 1), "get_pcp_group is no function"),
+        (
+            lambda modules: delattr(modules[CONFIG], "get_current_vllm_config_or_none"),
+            f"get_current_vllm_config_or_none in {CONFIG}",
+        ),
+        (
+            lambda modules: delattr(modules[CONFIG].ParallelConfig, "nnodes_within_dp"),
+            f"ParallelConfig.nnodes_within_dp in {CONFIG}",
+        ),
+        (
+            lambda modules: delattr(modules[EXECUTOR].WorkerProc, "enqueue_output"),
+            f"WorkerProc.enqueue_output in {EXECUTOR}",
+        ),
+        (
+            lambda modules: setattr(
+                modules[EXECUTOR].WorkerProc, "enqueue_output", lambda self, output, rank: None
+            ),
+            "WorkerProc.enqueue_output takes (output, rank), not (output)",
         ),
     ],
 )
@@ -192,12 +397,32 @@ def test_what_is_missing_is_named_and_nothing_is_replaced(
     assert vllm[EXECUTOR].MessageQueue is not MessageQueue
 
 
-@pytest.mark.parametrize("release", ["0.32.0", "0.33.0"])
+@pytest.mark.parametrize("release", FROZEN)
 def test_our_classes_have_what_known_versions_call(release: str) -> None:
     """The public methods of vLLM's classes, written down from its wheels, exist with the same parameters."""
-    written = json.loads(Path(__file__).with_name("vllm_surface.json").read_text())[release]
+    written = FROZEN[release]
     for place in PLACES:
         assert gaps(written[place.name], place.ours, place.unused) == []
+
+
+@pytest.mark.parametrize("release", FROZEN)
+@pytest.mark.parametrize("place", [*PLACES, HANDLE], ids=lambda place: place.name)
+def test_our_objects_have_what_known_versions_read(release: str, place: Any) -> None:
+    """What vLLM's classes set, and what its other modules read of groups, queues and handles, is there."""
+    written = FROZEN[release]
+    assert lacking(written["sets"][place.name], place.ours, place.unused) == []
+    reads = written["reads"][place.name]
+    assert reads, "the other modules use groups, queues and handles"
+    assert lacking(reads, place.ours) == []
+    assert place.unused.isdisjoint(reads)
+
+
+@pytest.mark.parametrize("release", FROZEN)
+@pytest.mark.parametrize("need", NEEDS, ids=lambda need: need.name)
+def test_known_versions_have_what_the_plugin_uses(release: str, need: Any) -> None:
+    """What the plugin calls and reads of vLLM is written down too, with its parameters."""
+    parameters = FROZEN[release]["needs"][need.name]
+    assert parameters == (None if need.parameters is None else list(need.parameters))
 
 
 def test_an_output_that_cannot_be_carried_is_answered(vllm: Modules) -> None:

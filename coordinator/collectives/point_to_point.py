@@ -71,6 +71,10 @@ class PointToPoint(TensorDicts):
 
         Without `timeout_s` this waits without limit, but ends when a peer dies or the group is destroyed.
 
+        Over Gloo, between hosts, a message is its bytes and nothing is compared, by `irecv` neither: as many bytes are
+        taken in the shape and dtype of this call, fewer leave the rest of the tensor as it was, which is undefined in a
+        new one, and with more of them Gloo ends this process.
+
         Raises:
             DisagreementError: On one host: the message has another shape or dtype; the text names both. The next one
                 can be received.

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from device_comm import _core
 from device_comm.cpu.channels import Channels, room_bytes
-from device_comm.health import FailureRecord, GroupHealth, StatusStore
+from device_comm.health import Arrival, FailureRecord, GroupHealth, StatusStore
 from shm_broadcast.liveness import PeerWatch
 from shm_broadcast.segment import Segment
 
@@ -46,6 +46,10 @@ class QuietStore:
 
     def arrive(self, plane: str, arrival: Any) -> None:
         """Forget it."""
+
+    def arrivals(self, _plane: str) -> dict[int, Arrival]:
+        """Return no rank's call."""
+        return {}
 
     def failure_record(self) -> FailureRecord | None:
         """Return no record."""

@@ -50,6 +50,9 @@ FINALIZE_POLL_S: Final = 0.002
 # then so long for the abort of a communicator that was not flushed.
 FLUSH_S: Final = 3.0
 ABORT_S: Final = 3.0
+# How long an abort waits for a call that has just been entered, which returns within microseconds. One that blocks in
+# NCCL is ended by the abort, so waiting longer for it would be in vain.
+CALL_S: Final = 0.2
 # How long the end of an aborted communicator waits until nothing queued uses the window.
 IDLE_S: Final = 1.0
 
@@ -489,8 +492,7 @@ class NcclConnection:
 
     def _await_call(self) -> None:
         """Wait for a call that has just been entered, so that it does not lose its handle."""
-        deadline = time.monotonic() + 0.2
-        # It returns within microseconds. One that blocks in NCCL is ended by the abort, so do not wait longer for it.
+        deadline = time.monotonic() + CALL_S
         while self.returned != self.entered and not self._settling and time.monotonic() < deadline:
             time.sleep(0.001)
 

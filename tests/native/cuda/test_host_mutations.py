@@ -130,6 +130,48 @@ MISTAKES: Final = {
         "            return True\n            if time",
         f"{UNIT}/test_nccl_connection.py",
     ),
+    "a communicator is aborted beneath a call that has its handle": Mistake(
+        "nccl/connection.py",
+        "        self._await_call()\n",
+        "",
+        f"{UNIT}/test_nccl_connection.py::test_an_abort_waits_for_a_call_that_may_hold_the_handle",
+    ),
+    "the fast path is open again behind the end": Mistake(
+        "nccl/connection.py",
+        "        if self._aborting or self._closed:\n            self.hot = None\n",
+        "",
+        f"{UNIT}/test_nccl_connection.py::test_what_ends_behind_the_communicator_does_not_open_the_fast_path",
+    ),
+    "a rank that has left is waited for": Mistake(
+        "nccl/background.py",
+        "        self._look()\n",
+        "",
+        f"{UNIT}/test_nccl_connection.py::test_a_join_in_vain_ends_when_a_rank_has_left",
+    ),
+    "an orderly end aborts the communicator": Mistake(
+        "nccl/connection.py",
+        "        if self._health.is_broken:\n            self.hot = None\n",
+        "        if True:\n            self.hot = None\n",
+        f"{UNIT}/test_nccl_connection.py::test_the_end_of_a_healthy_group_aborts_no_communicator",
+    ),
+    "a communicator that was finalized is aborted": Mistake(
+        "nccl/connection.py",
+        'self._free("ncclCommDestroy", comm)',
+        'self._free("ncclCommAbort", comm)',
+        f"{UNIT}/test_nccl_connection.py::test_the_end_of_a_healthy_group_aborts_no_communicator",
+    ),
+    "a group that closes publishes a failure": Mistake(
+        "nccl/connection.py",
+        "if not self._health.is_broken and not self._health.is_closed:",
+        "if not self._health.is_broken:",
+        f"{UNIT}/test_nccl_connection.py::test_a_failure_that_shows_while_the_group_closes_is_not_published",
+    ),
+    "memory is freed while a thread registers it": Mistake(
+        "nccl/connection.py",
+        "not self._is_quiet() or (self._registration is not None and not self._registration.is_over)",
+        "not self._is_quiet()",
+        f"{UNIT}/test_nccl_window.py::test_memory_is_kept_while_a_thread_registers_it_for_a_group_that_has_ended",
+    ),
     "a call of NCCL is never counted as returned": Mistake(
         "nccl/connection.py",
         "        finally:\n            self.returned = self.entered",
@@ -269,6 +311,18 @@ MISTAKES: Final = {
         "self._free(barrier if is_awaited else None, is_quiet=not gave_up)",
         "self._free(barrier, is_quiet=not gave_up)",
         f"{MULTIPROC}/test_custom_all_reduce.py::test_the_end_of_a_group_does_not_wait_for_another_groups_kernel",
+    ),
+    "what was made first is freed first": Mistake(
+        "cuda/custom/resources.py",
+        "self._undo.pop())",
+        "self._undo.pop(0))",
+        f"{UNIT}/test_custom_end.py::test_what_was_made_last_is_freed_first",
+    ),
+    "the end relies on a stop that was interrupted": Mistake(
+        "cuda/custom/resources.py",
+        "        self.stop()\n\n        def release(",
+        "        def release(",
+        f"{UNIT}/test_custom_end.py::test_the_end_behind_a_stop_that_a_handler_interrupts_is_whole",
     ),
     "multimem memory is freed beneath a peer's store": Mistake(
         "cuda/custom/resources.py",

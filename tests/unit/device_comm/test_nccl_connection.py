@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from device_comm.base import CommunicatorContext
-from device_comm.health import GroupHealth, StatusStore
+from device_comm.health import FailureRecord, GroupHealth, StatusStore
 from device_comm.nccl import connection as module
-from device_comm.nccl.connection import NcclConnection
+from device_comm.nccl.connection import Call, NcclConnection
 from device_comm.nccl.library import IN_PROGRESS, NcclLibrary
 from shm_broadcast.errors import ClosedError, NcclError, PeerLostError
 from shm_broadcast.liveness import PeerWatch
@@ -167,6 +167,45 @@ def test_a_close_finalizes_and_frees_behind_the_queued_work(is_blocking: bool) -
     assert not library.faults
 
 
+def test_the_end_of_a_healthy_group_aborts_no_communicator() -> None:
+    """A group that is destroyed first lets all that waits end. What NCCL has queued counts nevertheless."""
+    library = Library()
+    connection = connection_of(library)
+    connection.connect()
+    health_of(connection).close()
+    health_of(connection).abort()
+    connection.close()
+    assert library.calls[-2:] == ["ncclCommFinalize", "ncclCommDestroy"]
+    assert library.count("ncclCommAbort") == 0
+    assert not library.faults
+
+
+def test_a_failure_that_shows_while_the_group_closes_is_not_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The record would end calls that the other ranks can still finish without this one."""
+    monkeypatch.setattr(module, "KEEP_EVERY_S", 0.01)
+    library = Library()
+    connection = connection_of(library)
+    published: list[FailureRecord] = []
+
+    def publish(failure_record: FailureRecord, within_s: float = 2.0) -> FailureRecord:
+        published.append(failure_record)
+        return failure_record
+
+    cast("Any", health_of(connection))._status_store.publish = publish
+    connection.connect()
+    health_of(connection).close()
+    library.state = 6
+    before = library.count("ncclCommGetAsyncError")
+    wait_until(
+        lambda: library.count("ncclCommGetAsyncError") > before + 2, "two looks of the keeper", LIMIT_S
+    )
+    connection.close()
+    assert published == []
+    assert library.calls[-1] == "ncclCommDestroy"
+
+
 def test_work_that_does_not_end_is_aborted_and_never_finalized(monkeypatch: pytest.MonkeyPatch) -> None:
     """An abort while no thread is in the library is what ends its kernels."""
     monkeypatch.setattr(module, "FLUSH_S", 0.2)
@@ -236,7 +275,66 @@ def test_finalizing_in_the_background_that_is_given_up_asks_nothing_that_was_fre
         assert not library.faults
 
 
-# --- a close in the middle of something -----------------------------------------------------------------------
+# --- an end in the middle of something ------------------------------------------------------------------------
+
+
+def test_an_abort_waits_for_a_call_that_may_hold_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call reads the handle behind its entry, so it could pass on one that has been freed."""
+    monkeypatch.setattr(module, "CALL_S", LIMIT_S)
+    library = Library()
+    connection = connection_of(library)
+    connection.connect()
+    with connection.calling(Call("all_reduce", None, LIMIT_S)):
+        health_of(connection).fail(PeerLostError("rank 1 is gone", peers=[1]))
+        wait_until(lambda: not connection._comm, "the keeper to begin the end", LIMIT_S)
+        time.sleep(0.1)
+        assert not library.is_freed
+    wait_until(lambda: library.is_freed, "the abort", LIMIT_S)
+    assert library.count("ncclCommAbort") == 1
+    connection.close()
+
+
+def test_an_abort_ends_a_call_that_is_stuck_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would end it, so the abort does not wait for it for long."""
+    monkeypatch.setattr(module, "CALL_S", 0.01)
+    library = Library()
+    connection = connection_of(library)
+    connection.connect()
+    with connection.calling(Call("all_reduce", None, LIMIT_S)):
+        health_of(connection).fail(PeerLostError("rank 1 is gone", peers=[1]))
+        wait_until(lambda: library.is_freed, "the abort", LIMIT_S)
+    connection.close()
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_what_ends_behind_the_communicator_does_not_open_the_fast_path(is_broken: bool) -> None:
+    """A context that collects calls, or a deferred receive, may end when the handle has been freed."""
+    library = Library()
+    connection = connection_of(library)
+    connection.connect()
+    assert connection.hot is not None
+    if is_broken:
+        health_of(connection).fail(PeerLostError("rank 1 is gone", peers=[1]))
+    else:
+        connection.close()
+    connection.rearm()
+    assert connection.hot is None
+    connection.close()
+
+
+def test_a_join_in_vain_ends_when_a_rank_has_left() -> None:
+    """That rank destroyed the group before it ended, so its process is not missed; but it will never join."""
+    library = Library()
+    library.may_join.clear()
+    connection = connection_of(library)
+    health = cast("Any", health_of(connection))
+    health._watch.lost = health._status_store.left = lambda: (1,)
+    error = error_of(connection.connect)
+    library.may_join.set()
+    assert isinstance(error, PeerLostError), error
+    assert error.peers == (1,)
+    wait_until(lambda: library.is_freed, "the abort of what was joined in the end", LIMIT_S)
+    connection.close()
 
 
 @pytest.mark.parametrize("is_destroyed", [True, False])

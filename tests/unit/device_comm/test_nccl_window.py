@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import Any, cast
 
 import pytest
@@ -17,7 +18,14 @@ from device_comm.nccl.window import Window, Wish, fits, obstacle_of
 from shm_broadcast.errors import ClosedError
 from tests.nccl_ranks import FakeProgress
 from tests.queues import background
-from tests.unit.device_comm.test_nccl_connection import COMM, LIMIT_S, Library, connection_of, health_of
+from tests.unit.device_comm.test_nccl_connection import (
+    COMM,
+    LIMIT_S,
+    Library,
+    connection_of,
+    error_of,
+    health_of,
+)
 from tests.waiting import wait_until
 
 WINDOW = 4096
@@ -31,6 +39,7 @@ class WindowLibrary(Library):
         super().__init__()
         self.may_register = threading.Event()
         self.may_register.set()
+        self._is_registering = False
 
     def call(self, name: str, *arguments: Any, comm: int = 0) -> int:
         """Do what a function of the library does."""
@@ -42,12 +51,16 @@ class WindowLibrary(Library):
         elif name == "ncclCommWindowRegister":
             assert arguments[:3] == (COMM, MEMORY, WINDOW)
             assert arguments[4] == 1
+            self._is_registering = True
             assert self.may_register.wait(LIMIT_S)
+            self._is_registering = False
             ctypes.cast(arguments[3], ctypes.POINTER(ctypes.c_void_p))[0] = HANDLE
         elif name == "ncclCommWindowDeregister":
             assert (arguments[0], arguments[1].value, self.is_freed) == (COMM, HANDLE, False)
         else:
             assert arguments == (MEMORY,)
+            if self._is_registering:
+                self.faults.append("ncclMemFree of memory that is being registered")
         return 0
 
     def ends(self) -> list[str]:
@@ -139,6 +152,28 @@ def test_memory_is_kept_while_a_thread_registers_it() -> None:
             library.may_register.set()
     wait_until(lambda: "ncclMemFree" in library.calls, "the end of the memory", LIMIT_S)
     assert len(errors) == 1
+
+
+@pytest.mark.guarantee("D86")
+def test_memory_is_kept_while_a_thread_registers_it_for_a_group_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The call that connects has raised, so no call is in the library. The thread that it started is."""
+    monkeypatch.setattr(module, "IDLE_S", LIMIT_S)
+    library = WindowLibrary()
+    library.may_register.clear()
+    connection = connection_of(library)
+    connection._wish = lambda: Wish(WINDOW, "", lambda *_: None)
+    with background(lambda: error_of(connection.connect)) as found:
+        wait_until(lambda: "ncclCommWindowRegister" in library.calls, "the registration", LIMIT_S)
+        health_of(connection).close()
+    assert isinstance(found[0], ClosedError)
+    with background(connection.close):
+        wait_until(lambda: "ncclCommAbort" in library.calls, "the abort", LIMIT_S)
+        time.sleep(0.1)
+        library.may_register.set()
+    wait_until(lambda: "ncclMemFree" in library.calls, "the end of the memory", LIMIT_S)
+    assert not library.faults
 
 
 @pytest.mark.parametrize(

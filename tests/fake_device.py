@@ -165,8 +165,9 @@ class FakeMemory(Driver):
         finally:
             self._idle.set()
 
-    def _synchronize(self, function: str) -> None:
-        if not self._idle.wait(MOST_HANG_S):
+    def _synchronize(self, function: str, stream: int = 0) -> None:
+        """Wait for the end of `hang`; a stream other than the legacy one does not wait for those of others."""
+        if stream == 0 and not self._idle.wait(MOST_HANG_S):
             self._violation(f"{function} waited for a kernel that does not end")
 
     def _violation(self, text: str) -> None:
@@ -347,14 +348,13 @@ class FakeMemory(Driver):
 
     def memcpy_dtoh(self, address: int, nbytes: int, stream: int = 0) -> bytes:
         self._enter("memcpy_dtoh", in_capture=False)
-        if stream == 0:
-            # The legacy stream waits for all streams but those that were made not to.
-            self._synchronize("memcpy_dtoh")
+        self._synchronize("memcpy_dtoh", stream)
         return ctypes.string_at(address, nbytes)
 
-    def memcpy_htod(self, address: int, data: bytes) -> None:
+    def memcpy_htod(self, address: int, data: bytes, stream: int = 0) -> None:
         self._enter("memcpy_htod", in_capture=False)
-        self._synchronize("memcpy_htod")
+        self._use("memcpy_htod", stream)
+        self._synchronize("memcpy_htod", stream)
         _write(address, data)
 
     def memcpy_dtod(self, destination: int, source: int, nbytes: int, stream: int) -> None:

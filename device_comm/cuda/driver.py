@@ -156,8 +156,8 @@ class Driver(Protocol):
     def memcpy_dtoh(self, address: int, nbytes: int, stream: int = 0) -> bytes:
         """Return bytes of device memory. Blocks until work on `stream` is done, by default the legacy stream."""
 
-    def memcpy_htod(self, address: int, data: bytes) -> None:
-        """Write bytes to device memory. Blocks until work on the legacy stream is done."""
+    def memcpy_htod(self, address: int, data: bytes, stream: int = 0) -> None:
+        """Write bytes to device memory. Blocks until work on `stream` is done, by default the legacy stream."""
 
     def memcpy_dtod(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between addresses that this device can access, queued on `stream`."""

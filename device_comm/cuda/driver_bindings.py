@@ -282,12 +282,6 @@ class CudaDriver(MulticastCalls, StreamCalls, Driver):
     def memset_d32(self, address: int, value: int, count: int, stream: int) -> None:
         self._in_context("cuMemsetD32Async", address, value, count, self._stream(stream))
 
-    def memcpy_htod(self, address: int, data: bytes) -> None:
-        source = (ctypes.c_char * len(data)).from_buffer_copy(data)
-        self._in_context("cuMemcpyHtoD", address, ctypes.addressof(source), len(data))
-        # From pageable memory the call may return once the data is staged, and our streams do not wait for the copy.
-        self.stream_synchronize(0)
-
     def memcpy_dtod(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         self._in_context("cuMemcpyDtoDAsync", destination, source, nbytes, self._stream(stream))
 

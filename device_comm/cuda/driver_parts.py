@@ -58,7 +58,7 @@ class MulticastCalls:
 
 
 class StreamCalls:
-    """The calls that make a stream, wait for one and destroy it, and one that queues a copy and waits for it."""
+    """The calls that make a stream, wait for one and destroy it, and those that queue a copy and wait for it."""
 
     def stream_create(self: _Caller) -> int:
         return int(self._in_context("cuStreamCreate", _NON_BLOCKING))
@@ -76,6 +76,13 @@ class StreamCalls:
         self._in_context("cuMemcpyDtoHAsync", ctypes.addressof(data), address, nbytes, queue)
         self._in_context("cuStreamSynchronize", queue)
         return data.raw
+
+    def memcpy_htod(self: _Caller, address: int, data: bytes, stream: int = 0) -> None:
+        source = ctypes.create_string_buffer(data, len(data))
+        queue = self._stream(stream)
+        self._in_context("cuMemcpyHtoDAsync", address, ctypes.addressof(source), len(data), queue)
+        # Until then the copy may read `source`, which ends with this function.
+        self._in_context("cuStreamSynchronize", queue)
 
 
 def _properties(api: Any, handle_kind: Any, devices: int, nbytes: int) -> Any:

@@ -69,7 +69,7 @@ int cuMemsetD32Async(u64 address, unsigned value, size_t count, void *stream) {
     return 0;
 }
 int cuMemcpyDtoHAsync_v2(void *to, u64 from, size_t bytes, void *stream) { CALL("cuMemcpyDtoHAsync", " %zu %p", bytes, stream); memcpy(to, (void *)(uintptr_t)from, bytes); return 0; }
-int cuMemcpyHtoD_v2(u64 to, const void *from, size_t bytes) { CALL("cuMemcpyHtoD", " %zu", bytes); memcpy((void *)(uintptr_t)to, from, bytes); return 0; }
+int cuMemcpyHtoDAsync_v2(u64 to, const void *from, size_t bytes, void *stream) { CALL("cuMemcpyHtoDAsync", " %zu %p", bytes, stream); memcpy((void *)(uintptr_t)to, from, bytes); return 0; }
 int cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, void *stream) { CALL("cuMemcpyDtoDAsync", " %zu %p", bytes, stream); memcpy((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes); return 0; }
 int cuMemHostAlloc(void **address, size_t bytes, unsigned flags) { CALL("cuMemHostAlloc", " %zu %u", bytes, flags); *address = malloc(bytes); memset(*address, 255, bytes); return 0; }
 int cuMemHostGetDevicePointer_v2(u64 *device, void *host, unsigned flags) { CALL("cuMemHostGetDevicePointer", " %u", flags); *device = (u64)(uintptr_t)host; return 0; }

@@ -41,8 +41,8 @@ driver.memset_d32(memory, 0xFFFFFFFF, 2, 0)
 own = driver.stream_create()
 driver.stream_synchronize(own)
 words = driver.memcpy_dtoh(memory, 8, own).hex()
+driver.memcpy_htod(memory + 8, b"abcd", own)
 driver.stream_destroy(own)
-driver.memcpy_htod(memory + 8, b"abcd")
 driver.memcpy_dtod(memory + 12, memory + 8, 4, 9)
 seen = driver.memcpy_dtoh(memory, 20).hex()
 assert words == seen[:16]
@@ -186,12 +186,16 @@ def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any
         f"cuLaunchKernelEx 0x258 36 1 1 256 1 1 0 0x9 {1 << 40} 8 (nil) cluster 4 1 1 attribute 6 1",
         "cuMemcpyDtoHAsync 8 0x2bc",
         "cuMemcpyDtoHAsync 20 (nil)",
+        "cuMemcpyHtoDAsync 4 0x2bc",
         "cuStreamCreate 1",
         "cuStreamSynchronize 0x2bc",
         "cuStreamDestroy 0x2bc",
         "cuEventCreate 2",
     ):
         assert line in log
+    # Whoever copies out of this process's memory waits for the copy, and for no other stream.
+    copied = log.index("cuMemcpyHtoDAsync 4 0x2bc")
+    assert log[copied + 1] == "cuStreamSynchronize 0x2bc"
     # Relaxed (2) from here on; a query of an event restores the mode.
     modes = [line for line in log if line.startswith("cuThreadExchangeStreamCaptureMode")]
     assert modes[-1].endswith(" 2")

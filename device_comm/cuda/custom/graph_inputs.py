@@ -193,7 +193,8 @@ class GraphInputs:
         # A slot has room for the largest group; a kernel reads one address per rank of its group.
         padding = (0,) * (_SLOT_BYTES // 8 - len(messages))
         slots = b"".join(struct.pack("<8Q", *column, *padding) for column in zip(*addresses, strict=True))
-        self._driver.memcpy_htod(self._table + first * _SLOT_BYTES, slots)
+        with own_stream(self._driver) as stream:
+            self._driver.memcpy_htod(self._table + first * _SLOT_BYTES, slots, stream)
 
     def _address(self, rank: int, record: BufferRecord | None) -> int:
         """Return the address in this process of another rank's input; map its allocation if necessary."""

@@ -324,6 +324,12 @@ MISTAKES: Final = {
         "        def release(",
         f"{UNIT}/test_custom_end.py::test_the_end_behind_a_stop_that_a_handler_interrupts_is_whole",
     ),
+    "the end of a capture waits for another group's kernel": Mistake(
+        "cuda/custom/graph_inputs.py",
+        "_SLOT_BYTES, slots, stream)",
+        "_SLOT_BYTES, slots)",
+        f"{UNIT}/test_graph_inputs.py::test_the_end_of_a_capture_waits_for_no_other_kernel",
+    ),
     "multimem memory is freed beneath a peer's store": Mistake(
         "cuda/custom/resources.py",
         "self._free(barrier if is_awaited else None, is_quiet=not gave_up)",

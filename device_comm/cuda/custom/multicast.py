@@ -158,7 +158,7 @@ class MulticastMemory:
         Args:
             is_quiet: Whether every kernel of this rank that used the memory has ended, and none has given up. Then no
                 peer's kernel accesses the area any more, nor will (see *Multimem* in DESIGN.md). Otherwise one may, so
-                the area stays allocated, which is logged, until every other rank is `gone` or this process ends.
+                the area stays allocated until this process ends, which is logged, unless every other rank is `gone`.
         """
         trouble: list[str] = []
         if self.everywhere:

@@ -124,7 +124,8 @@ class _Waiting:
             self._is_left = not self._ended.is_set()
         if self._is_left:
             logger.warning(
-                "%s: other work on the device takes longer than %.0f s; memory is freed behind it",
+                "%s: other work on the device takes longer than %.0f s; memory is freed behind it, but for what peers "
+                "may have open by CUDA IPC",
                 self._where,
                 IDLE_S,
             )

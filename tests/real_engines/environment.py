@@ -33,6 +33,8 @@ def main() -> None:
         subprocess.run([*pip, "install", "-q", VLLM, *BESIDE], check=True)
         subprocess.run([*pip, "uninstall", "-q", "-y", *UNUSED], check=True)
         done.touch()
+    # With everything that it depends on, as a user does; then again, because pip keeps what has the same version.
+    subprocess.run([*pip, "install", "-q", options.wheel], check=True)
     subprocess.run([*pip, "install", "-q", "--force-reinstall", "--no-deps", options.wheel], check=True)
     print(python)
 

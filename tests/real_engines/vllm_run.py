@@ -35,6 +35,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tensor", type=int, default=2)
     parser.add_argument("--pipeline", type=int, default=1)
     parser.add_argument("--compiled", action="store_true", help="compile the model, as vLLM does by default")
+    parser.add_argument("--asynchronous", action="store_true", help="schedule a step while the last one runs")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=JSON", help="argument of vLLM's engine"
     )
@@ -48,7 +49,26 @@ def engine(options: argparse.Namespace, folder: str) -> Any:
     """Return vLLM's engine over the model in `folder`."""
     from vllm import LLM
 
-    return LLM(**arguments_of_engine(options, folder))
+    if options.asynchronous:
+        schedule_asynchronously()
+    llm = LLM(**arguments_of_engine(options, folder))
+    is_asynchronous = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    if is_asynchronous != options.asynchronous:
+        raise RuntimeError(f"asynchronous scheduling is {is_asynchronous}")
+    return llm
+
+
+def schedule_asynchronously() -> None:
+    """Let vLLM keep asynchronous scheduling on a CPU, where it switches it off as of no use."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    adapt = CpuPlatform.check_and_update_config
+
+    def keep(config: Any) -> None:
+        adapt(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(keep)
 
 
 def serve_node(options: argparse.Namespace, folder: str) -> None:

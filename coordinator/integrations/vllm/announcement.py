@@ -1,7 +1,8 @@
 """Say once in each process that it uses the groups and queues of this project.
 
 vLLM forks workers where it can. A forked worker inherits the replaced classes, and vLLM loads no plugin in it again.
-Therefore a process that has not spoken yet does so when it makes its first group or opens its first queue.
+And where vLLM loads its plugins before it configures its log, a line of this level would be lost. Therefore a process
+that has not spoken yet does so when it makes its first group or opens its first queue.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def replaced(release: str) -> None:
 
 
 def announce() -> None:
-    """Log that this process uses the groups and queues, unless it has done so or nothing was replaced."""
-    if _said.release is None or _said.pid == os.getpid():
+    """Log that this process uses the groups and queues, if they were replaced; once, and not before the log is open."""
+    if _said.release is None or _said.pid == os.getpid() or not logger.isEnabledFor(logging.INFO):
         return
     _said.pid = os.getpid()
     logger.info(

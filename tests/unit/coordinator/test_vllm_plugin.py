@@ -188,11 +188,12 @@ def test_a_second_call_changes_nothing_and_says_nothing(
     vllm: Modules, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A plugin may be loaded more than once."""
-    register()
     with caplog.at_level(logging.INFO, "vllm"):
         register()
+        assert len(caplog.messages) == 1
+        register()
     assert all(is_ours(vllm))
-    assert caplog.messages == []
+    assert len(caplog.messages) == 1
 
 
 class Lines(logging.Handler):
@@ -220,10 +221,10 @@ def test_a_forked_process_says_once_that_it_uses_ours(
     vllm: Modules, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It does when it makes its first queue. The process that has spoken stays silent."""
-    register()
     with caplog.at_level(logging.INFO, "vllm"):
+        register()
         MessageQueue(1, 1).shutdown()
-    assert caplog.messages == []
+    assert len(caplog.messages) == 1
     context = multiprocessing.get_context("fork")
     ours, its = context.Pipe()
     with ours, its:
@@ -235,6 +236,19 @@ def test_a_forked_process_says_once_that_it_uses_ours(
         process.close()
     (line,) = lines
     assert f"process {pid} of vLLM 0.32.0 uses its groups and queues" in line
+
+
+def test_a_process_whose_log_is_configured_later_says_so_then(
+    vllm: Modules, caplog: pytest.LogCaptureFixture
+) -> None:
+    """VLLM's client loads its plugins before it configures its log: the line waits for the first queue."""
+    with caplog.at_level(logging.WARNING, "vllm"):
+        register()
+    with caplog.at_level(logging.INFO, "vllm"):
+        for _ in range(2):
+            MessageQueue(1, 1).shutdown()
+    (line,) = caplog.messages
+    assert f"process {os.getpid()} of vLLM" in line
 
 
 def test_a_forked_process_in_which_it_is_loaded_again_says_so(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,11 @@ Receiving = tuple[TensorDict | None, list[Handle], list[Callable[[], None]]]
 
 # The tensors that follow a message, by plane.
 Parts = Sequence[tuple[Plane, torch.Tensor]]
+
+# The calls that a signal handler can leave between a message and its tensors. They are made before, because whoever
+# notes that a call was left must call nothing (`GroupHealth.left_halfway`).
+_RECEIVE: Final = Operation("host", "recv_tensor_dict", 0)
+_BROADCAST: Final = Operation("host", "broadcast_tensor_dict", 0)
 
 
 class TensorDicts(GroupPlanes):
@@ -151,13 +156,10 @@ class TensorDicts(GroupPlanes):
                 for callback in callbacks:
                     callback()
             except BaseException as error:
-                self._left_halfway("recv_tensor_dict", error)
+                self._health.left = _RECEIVE, error
+                self._health.left_halfway(_RECEIVE, error)
                 raise
         return tensor_dict
-
-    def _left_halfway(self, name: str, error: BaseException) -> None:
-        """Break the group if a signal handler raised `error`: the call has taken a message, but not its tensors."""
-        self._health.left_halfway(Operation("host", name, 0), error)
 
     def irecv_tensor_dict(
         self,
@@ -190,7 +192,8 @@ class TensorDicts(GroupPlanes):
             try:
                 return self._receive_beside(message, peer, limit_s, slicing, all_gather_group)
             except BaseException as error:
-                self._left_halfway(name, error)
+                self._health.left = _RECEIVE, error
+                self._health.left_halfway(_RECEIVE, error)
                 raise
 
         return self._calls.receive(name, timeout_s, take)
@@ -285,7 +288,8 @@ class TensorDicts(GroupPlanes):
             landing = self._land(message, WHOLE_TENSORS, receive)
             receive(landing.parts)
         except BaseException as error:
-            self._left_halfway("broadcast_tensor_dict", error)
+            self._health.left = _BROADCAST, error
+            self._health.left_halfway(_BROADCAST, error)
             raise
         return landing.tensor_dict
 

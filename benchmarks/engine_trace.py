@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -50,8 +51,9 @@ _LINE: Final = re.compile(
 )
 _SWITCH: Final = re.compile(r"prev_pid=(\d+) prev_prio=-?\d+ prev_state=(\S+) ==> .* next_pid=(\d+) ")
 _WAKING: Final = re.compile(r"pid=(\d+) prio=")
-# How long perf needs to begin, and to write what it has.
+# How long perf needs to begin, and at most to write what it has.
 _BEGIN_S: Final = 0.5
+_END_S: Final = 60.0
 
 
 class Switch(msgspec.Struct, frozen=True):
@@ -174,13 +176,16 @@ def record(engine: Engine, decodings: int, file: Path) -> Recording:
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen([*_RECORD, "-o", str(file)], stdout=said, stderr=said) as perf,  # noqa: S603
     ):
-        time.sleep(_BEGIN_S)
-        begin = time.monotonic()
-        took = engine.ask(f"steps {decodings}")["took_ms"]
-        end = time.monotonic()
-        names = threads(engine.process.pid)
-        perf.send_signal(signal.SIGINT)
-        perf.wait()
+        try:
+            time.sleep(_BEGIN_S)
+            begin = time.monotonic()
+            took = engine.ask(f"steps {decodings}")["took_ms"]
+            end = time.monotonic()
+            names = threads(engine.process.pid)
+            perf.send_signal(signal.SIGINT)
+            perf.wait(_END_S)
+        finally:
+            perf.kill()  # it would record until the end of the program
         if not file.exists():
             said.seek(0)
             sys.exit(f"perf records nothing: {said.read().strip()}")
@@ -211,6 +216,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options, rest = parser.parse_known_args()
     rest = [word for word in rest if word != "--"]
+    if shutil.which("perf") is None:
+        sys.exit("tracing needs the command perf, which is not installed")
     rounds: list[dict[str, dict[str, Any]]] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

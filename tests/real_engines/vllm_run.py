@@ -16,10 +16,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_model import write_model
+from benchmarks.process_tree import process_tree, title_of
 
 # Most tokens of one step, and the lengths of prompts that need several.
 STEP_TOKENS = 64
@@ -146,14 +148,11 @@ def answers_of(
 def processes(kind: str) -> list[int]:
     """Return the process ids of the engine's core ("EngineCore") or of its workers ("Worker"), by rank."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            except OSError:  # it has ended meanwhile
-                continue
-            if title.startswith(f"VLLM::{kind}") and is_descendant(int(entry.name)):
-                found.append((title, int(entry.name)))
+    for process in process_tree(os.getpid()):
+        with suppress(OSError):  # it has ended meanwhile
+            title = title_of(process.pid)
+            if title.startswith(f"VLLM::{kind}"):
+                found.append((title, process.pid))
     return [pid for _, pid in sorted(found)]
 
 
@@ -164,18 +163,6 @@ def has_ended(pid: int) -> bool:
     except OSError:
         return True
     return state in "ZX"
-
-
-def is_descendant(pid: int) -> bool:
-    """Return whether this process is an ancestor of `pid`."""
-    while pid > 1:
-        if pid == os.getpid():
-            return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            return False
-    return False
 
 
 # --- scenarios: each takes the engine, and returns what is printed ---------------------------------------------

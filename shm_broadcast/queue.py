@@ -27,15 +27,17 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from shm_broadcast import _core, awaiting, codec
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import (
+    ClosedError,
     CommError,
     CommTimeoutError,
     DecodeError,
+    GroupBrokenError,
     PeerLostError,
     UsageError,
 )
 from shm_broadcast.guard import QueueGuard
 from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
-from shm_broadcast.interruption import is_held
+from shm_broadcast.interruption import is_held, raised_by_handler
 from shm_broadcast.layout import MAX_READERS, segment_bytes
 from shm_broadcast.liveness import PeerWatch, this_process
 from shm_broadcast.ring.reader import RingReader
@@ -221,9 +223,12 @@ class QueueWriter:
                 f"turn within {timeout_s:.1f} s",
                 missing=(),
             ) from None
-        except PeerLostError as error:
-            if self._guard is not None:
-                self._guard.failed("enqueue", error)
+        except (ClosedError, GroupBrokenError, PeerLostError) as error:
+            if self._guard is not None and not raised_by_handler(error):
+                # A reader whose owner has failed closes its end, and is not to blame.
+                self._guard.ended("enqueue")
+                if isinstance(error, PeerLostError):
+                    self._guard.failed("enqueue", error)
             raise
 
     def _enqueue_for_all(self, obj: Any, timeout_s: float | None) -> None:

@@ -41,7 +41,8 @@ def main() -> int:
                 break
     except (AssertionError, RankFailureError) as error:
         kind = f" --kind {chosen.kind!r}" if chosen.kind else ""
-        print(f"{error}\n\nlife {number} failed. Run it again:", file=sys.stderr)
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        print(f"{error}{notes}\n\nlife {number} failed. Run it again:", file=sys.stderr)
         print(
             f"  python -m tests.stress --seed {seed} --ranks {chosen.ranks} --life {number}{kind}",
             file=sys.stderr,

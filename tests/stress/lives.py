@@ -93,7 +93,11 @@ def run_life(plan: LifePlan) -> int:
     if left:
         raise AssertionError(f"life {plan.seed} left files behind: {sorted(left)}")
     for rank, each in enumerate(found):
-        _judge(plan, rank, each, disturber.hit_at)
+        try:
+            _judge(plan, rank, each, disturber.hit_at)
+        except AssertionError as error:
+            error.add_note(f"the ranks ended so: {found}")
+            raise
     steps: int = max(each["steps"] for each in found if each is not None)
     return steps
 

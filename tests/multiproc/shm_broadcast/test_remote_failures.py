@@ -337,6 +337,46 @@ def test_every_read_tells_the_owner_of_a_lost_writer(call: str) -> None:
         assert far._context.closed
 
 
+class FailedOwner:
+    """Stand for the owner of a writer, whose failure is why the readers have left."""
+
+    def look(self, call: str) -> None:
+        """Say so."""
+        self.ended(call)
+
+    def ended(self, call: str) -> None:
+        """Say so."""
+        raise PeerLostError(f"{call}: another rank is the culprit", peers=(7,))
+
+    def failed(self, call: str, error: PeerLostError) -> None:
+        """Never learn that a reader is to blame."""
+        raise AssertionError(f"{call} blames {error.peers}")
+
+
+@pytest.mark.guarantee("R1", "R4")
+@pytest.mark.parametrize("leaver", [1, 2], ids=["on this host", "elsewhere"])
+def test_a_reader_that_leaves_as_its_owner_has_failed_is_not_blamed(leaver: int) -> None:
+    """The writer of a queue with readers here and elsewhere asks its owner first, in each later call too."""
+    keys = RemoteKeys.generate()
+    with (
+        QueueWriter.create(
+            "steps", [1], remote_readers={2: keys.public}, bind_address=HERE, writer=0
+        ) as writer,
+        QueueReader.open(writer.handle, writer.key, 1, DEADLINE_S) as near,
+        QueueReader.open(writer.handle, writer.key, 2, DEADLINE_S, remote_keys=keys) as far,
+    ):
+        writer.wait_until_ready(DEADLINE_S)
+        writer.guard(FailedOwner())
+        writer.enqueue(0)
+        {1: near, 2: far}[leaver].close()
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="another rank is the culprit") as found:
+                # More than the ring holds, so that the writer needs room from the reader that has left.
+                for _ in range(1000):
+                    writer.enqueue(bytes(1 << 20), DEADLINE_S)
+            assert found.value.peers == (7,)
+
+
 @pytest.mark.guarantee("R14")
 def test_a_time_out_that_a_handler_raises_passes_a_remote_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """`try_dequeue` does not take it for its own, and the message stays the next one."""

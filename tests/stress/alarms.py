@@ -96,10 +96,11 @@ class Alarms:
     def end(self) -> None:
         """Switch them off. May be called again."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         self._is_over.set()
         self._wanted.set()
         self._thread.join()
+        # Last: Python reports an error for a signal that came while it had a handler, and that it finds without one.
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         sys.unraisablehook = self._hook
 
     def _send(self) -> None:

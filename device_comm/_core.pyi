@@ -157,6 +157,9 @@ class SharedRegion:
     def missing(self) -> list[int]:
         """Return the ranks in the group that have not arrived at the current step."""
 
+    def report_to(self, lane: object, /) -> None:
+        """Show the calls in a lane of the status page, given as its capsule."""
+
     def close(self, breaks: bool, /) -> None:
         """End waiting calls and release the mapping. With `breaks`, the other ranks' calls fail from now on too."""
 

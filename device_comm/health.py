@@ -18,6 +18,7 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
+from device_comm.shown_calls import ShownCalls
 from shm_broadcast.errors import (
     ClosedError,
     CommError,
@@ -204,6 +205,8 @@ class GroupHealth:
         self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}
         self._aborts: list[Callable[[], None]] = []
         self._planes: dict[str, Plane] = {}
+        # What other processes see of the group.
+        self.shown: ShownCalls = ShownCalls(name, self.ranks.index(rank), self.ranks)
         # A signal handler may destroy the group while this thread holds it.
         self._lock = threading.RLock()
 
@@ -323,7 +326,7 @@ class GroupHealth:
             NativeError: The transport failed although every process is alive; the group is broken.
         """
         try:
-            self._wait(operation, work, timeout_s)
+            self.shown.wait(operation, work.pending(), lambda: self._wait(operation, work, timeout_s))
         except BaseException as error:
             explained = self._explained(operation, error, work.pending)
             if explained is None:
@@ -603,6 +606,7 @@ class GroupHealth:
                 return
             if self._cause is None:
                 self._cause, self._breaker = cause, thread
+                self.shown.broken(cause)
             if self._breaker != thread:
                 return
         # What a signal handler raises here leaves the rest to this thread's next call of this function.
@@ -682,6 +686,7 @@ class GroupHealth:
 
     def release(self) -> None:
         """Stop watching the other ranks and drop the transports, as the last step of leaving."""
+        self.shown.status.leave()
         self._watch.close()
         self._aborts.clear()
         self._planes.clear()

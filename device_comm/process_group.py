@@ -26,6 +26,8 @@ from device_comm.movable import movable
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import ClosedError, InternalError
+from shm_broadcast.status.kinds import kind_of
+from shm_broadcast.status.layout import NOBODY, Outcome
 
 # Up to this many bytes per rank an all-reduce is one all-gather and a local sum: one round trip instead
 # of two. Gloo on one host, 2 ranks, medians: 8 KB 390 against 620 us; they meet between 64 and 256 KB.
@@ -98,17 +100,33 @@ def in_stages(health: GroupHealth, operation: Operation, stages: Callable[[], Re
         raise
 
 
-def collective(health: GroupHealth, plane: str, name: str, stages: Callable[[Operation], Result]) -> Result:
-    """Begin a collective and return `stages(operation)`, as `in_stages`. Raises as `GroupHealth.begin`."""
+def collective(
+    health: GroupHealth,
+    plane: str,
+    name: str,
+    stages: Callable[[Operation], Result],
+    nbytes: int = 0,
+    root: int = NOBODY,
+) -> Result:
+    """Begin a collective and return `stages(operation)`, as `in_stages`. Raises as `GroupHealth.begin`.
+
+    `nbytes` is what this rank brings and `root` a place in the group; the status page shows both.
+    """
     # It may have taken its number when a handler raises.
     operation = Operation(plane, name, 0)
+    lane = health.shown.lane(plane)
     try:
         operation = health.begin(plane, name)
-        return stages(operation)
+        lane.begin(kind_of(name), operation.number, nbytes, root)
+        result = stages(operation)
+        lane.end(Outcome.DONE)
     except BaseException as error:
         health.left = operation, error
         health.left_halfway(operation, error)
+        if operation.number:
+            lane.end(Outcome.FAILED)
         raise
+    return result
 
 
 class ProcessGroupCommunicator(DeviceCommunicator):
@@ -173,7 +191,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             gathered = self._gather_bytes(operation, as_bytes(own), timeout_s)
             return gathered.view(source.dtype)[: flat.numel()].view(source.shape)
 
-        return collective(self._health, "device", "all_reduce", stages)
+        return collective(self._health, "device", "all_reduce", stages, input_.nbytes)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
@@ -196,7 +214,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             self._transfer(operation, self.process_group.recv, shares, timeout_s)
             return result.view(source.shape)
 
-        return collective(self._health, "device", "reduce", stages)
+        return collective(self._health, "device", "reduce", stages, input_.nbytes, dst)
 
     def _shares(self, elements: int) -> list[int]:
         """Return how many elements of a flat tensor each rank combines; no rank has more than the first."""
@@ -210,7 +228,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
             return self._combine(operation, rows, sizes, op, timeout_s).movedim(0, dim).contiguous()
 
-        return collective(self._health, "device", "reduce_scatter", stages)
+        return collective(self._health, "device", "reduce_scatter", stages, input_.nbytes)
 
     def _combine(
         self,
@@ -238,7 +256,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         def stages(operation: Operation) -> None:
             self._gather_bytes(operation, as_bytes(dense(input_)), timeout_s, as_bytes(output))
 
-        collective(self._health, "device", "all_gather", stages)
+        collective(self._health, "device", "all_gather", stages, input_.nbytes)
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         def stages(operation: Operation) -> torch.Tensor:
@@ -256,7 +274,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             parts = [row[: math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
             return torch.cat(parts, dim)
 
-        return collective(self._health, "device", "all_gather", stages)
+        return collective(self._health, "device", "all_gather", stages, input_.nbytes)
 
     def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: Timeout) -> torch.Tensor | None:
         def stages(operation: Operation) -> torch.Tensor | None:
@@ -264,7 +282,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             parts = self._gather_parts(operation, source, dst, timeout_s)
             return None if parts is None else _concatenate(parts, dim)
 
-        return collective(self._health, "device", "gather", stages)
+        return collective(self._health, "device", "gather", stages, input_.nbytes, dst)
 
     def _gather_parts(
         self, operation: Operation, source: torch.Tensor, dst: int, timeout_s: Timeout
@@ -298,7 +316,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             output.detach().copy_(parts[src].reshape(output.shape))
             self._transfer(operation, self.process_group.send, others, timeout_s)
 
-        collective(self._health, "device", "scatter", stages)
+        collective(self._health, "device", "scatter", stages, output.nbytes, src)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
@@ -310,7 +328,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             self._exchange(operation, rows, result, send_sizes, recv_sizes, timeout_s)
             return result.movedim(0, dim).contiguous()
 
-        return collective(self._health, "device", "all_to_all", stages)
+        return collective(self._health, "device", "all_to_all", stages, input_.nbytes)
 
     def _all_to_all_into(
         self,
@@ -330,7 +348,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_)
             self._exchange(operation, rows, output, send_sizes, recv_sizes, timeout_s)
 
-        collective(self._health, "device", "all_to_all", stages)
+        collective(self._health, "device", "all_to_all", stages, input_.nbytes)
 
     def _compare_sizes(
         self, operation: Operation, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
@@ -353,7 +371,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
                 self._receive(operation, tensor, src, timeout_s or self.context.timeout_s).wait()
             return tensor
 
-        return collective(self._health, "device", "broadcast", stages)
+        return collective(self._health, "device", "broadcast", stages, tensor.nbytes, src)
 
     # ------------------------------------------------------------------ point to point
 

@@ -305,3 +305,61 @@ def undisturbed(call: Callable[[], _Returned], /) -> _Returned:
 
 def fork_count() -> int:
     """Return how many forks lie between the process that loaded this module and this one."""
+
+def status_format(
+    mapping: Buffer,
+    pid: int,
+    start_ticks: int,
+    pid_namespace: int,
+    time_namespace: int,
+    boot_id: bytes,
+    hostname: bytes,
+    /,
+) -> None:
+    """Make a status page of zeroed memory; see `status/layout.py`."""
+
+def status_copy(mapping: Buffer, /) -> bytes:
+    """Return a copy of a status page, of which each record is consistent by itself; one that is torn says so.
+
+    Raises:
+        ValueError: The mapping has another size.
+    """
+
+def status_nowhere() -> StatusLane:
+    """Return a lane that is shown to nobody."""
+
+class StatusLane:
+    """A lane of this process's page: the calls that one plane of a group makes, one at a time."""
+
+    def begin(self, kind: int, number: int, nbytes: int, peer: int, /) -> None:
+        """Show a call that begins."""
+
+    def set_state(self, state: int, /) -> None:
+        """Show a `LaneState`."""
+
+    def end(self, outcome: int, /) -> None:
+        """Count and record the call that was begun last, with an `Outcome`."""
+
+    def close(self) -> None:
+        """Show nothing more."""
+
+    def capsule(self) -> object:
+        """Return the lane for another native module."""
+
+class StatusPage:
+    """The page that this process writes."""
+
+    def __new__(cls, mapping: Buffer, /) -> Self:
+        """Use what `status_format` made."""
+
+    def lane(self, group: int, plane: bytes, algorithm: bytes, /) -> StatusLane | None:
+        """Return a new lane of the group in a place; None if there is no room."""
+
+    def write(self, is_queue: bool, place: int, body: bytes, /) -> None:
+        """Write the record of a queue, or of a group; see `layout.pack_record`."""
+
+    def set_words(self, rank: int, world_size: int, stack_signal: int, refused: int, /) -> None:
+        """Write the words of the header that change."""
+
+    def release(self, group: int, /) -> None:
+        """Free the lanes of the group in a place, and their counters."""

@@ -35,6 +35,7 @@ _F_ADD_SEALS: Final = 1033
 _F_GET_SEALS: Final = 1034
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing
 
+_NAME: Final = "group-coordinator"
 _PEER_CREDENTIALS: Final = struct.Struct("3i")
 _CHALLENGE_BYTES: Final = 32
 _MESSAGE_BYTES: Final = 4096
@@ -100,7 +101,11 @@ class Segment:
 
     @classmethod
     def create(
-        cls, nbytes: int, later_bytes: int = 0, own_parts: Sequence[tuple[int, int]] | None = None
+        cls,
+        nbytes: int,
+        later_bytes: int = 0,
+        own_parts: Sequence[tuple[int, int]] | None = None,
+        name: str = _NAME,
     ) -> Segment:
         """Create a zeroed segment of `nbytes` and allocate all of its pages, or those of some parts.
 
@@ -109,12 +114,13 @@ class Segment:
             later_bytes: Size of the tail, which takes no memory yet; see `reserve`.
             own_parts: (offset, bytes) of the parts to reserve; None for all. The others are reserved by those processes
                 that mainly write them, so that they lie on their NUMA nodes; until then nobody may touch them.
+            name: Of the memfd, as `/proc/PID/fd` shows it.
 
         Raises:
             CapabilityError: Too little memory is free; the text gives the needed and the free bytes. Or the kernel
                 refuses to create a memfd.
         """
-        segment = cls(_create_memfd(), nbytes)
+        segment = cls(_create_memfd(name), nbytes)
         try:
             _check_free(nbytes)
             for offset, part_bytes in [(0, nbytes)] if own_parts is None else own_parts:
@@ -173,24 +179,25 @@ class Segment:
 
     def __del__(self) -> None:
         """Close the descriptor of a segment that an exception has left without an owner."""
-        self._close_descriptor()
+        self.close_descriptor()
 
     def close(self) -> None:
         """Close the descriptor and drop the mapping, which lives on while views of it exist. Idempotent."""
-        self._close_descriptor()
+        self.close_descriptor()
         # It is missing after the first `close`, and if the segment was not completed.
         vars(self).pop("memory", None)
 
-    def _close_descriptor(self) -> None:
+    def close_descriptor(self) -> None:
+        """Close the descriptor and leave the mapping. Idempotent."""
         # Forgotten first: a signal handler that raises behind the system call must not let it be closed again.
         descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _create_memfd() -> int:
+def _create_memfd(name: str) -> int:
     try:
-        return os.memfd_create("group-coordinator", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise refusal("memfd_create", "creates shared memory", error) from error
 

@@ -2,12 +2,16 @@
 
 import gc
 import os
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+from shm_broadcast.status.page import own_page
 
 __all__ = ["TEMP_PREFIX", "Snapshot", "children_of", "leaked_since"]
 
@@ -42,7 +46,8 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> "Snapshot":
-        """Return a snapshot of this process."""
+        """Return a snapshot of this process, which keeps its status page for its life."""
+        own_page()
         return cls(
             descriptors=_descriptors(),
             threads=frozenset(threading.enumerate()),
@@ -106,7 +111,7 @@ def _compare(before: Snapshot, now: Snapshot, descriptors: set[int], children: s
             if fd not in descriptors and before.descriptors.get(fd) != target
         ]
     leaks += [
-        f"thread {thread.name!r}"
+        f"thread {thread.name!r}{_stack_of(thread)}"
         for thread in sorted(now.threads - before.threads, key=lambda thread: thread.name)
         if not thread.daemon or thread.name.startswith(TEMP_PREFIX)
     ]
@@ -116,6 +121,14 @@ def _compare(before: Snapshot, now: Snapshot, descriptors: set[int], children: s
     leaks += [f"/dev/shm/{name}" for name in sorted(now.shm - before.shm) if not _held_by_others(name)]
     leaks += [f"directory {name}" for name in sorted(now.directories - before.directories)]
     return leaks
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    """Return where a thread is, which tells why it has not ended."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return (
+        ", at\n" + "".join(traceback.format_stack(frame)) if frame is not None else ", which has just ended"
+    )
 
 
 def _descriptors() -> dict[int, str]:

@@ -34,6 +34,7 @@ from device_comm.registry import CommunicatorFactory, communicator_factory
 from device_comm.solo import SoloCommunicator
 from shm_broadcast.errors import CapabilityError, CommError, CommTimeoutError, GroupBrokenError, PeerLostError
 from shm_broadcast.liveness import PeerWatch, this_process
+from shm_broadcast.status.layout import GroupState
 
 # How long the host plane of a group that could not be created may take to close.
 _UNDO_S: Final = 1.0
@@ -174,6 +175,7 @@ class GroupBuilder:
         )
         self._made.callback(self._process_groups.destroy)
         host, communicator = self._planes(use_device_communicator)
+        self.health.shown.status.set_state(GroupState.USABLE)
         report = CreationReport(name=self.plan.name, world_size=len(self._host_ids), together=together)
         return GroupParts(
             health=self.health,

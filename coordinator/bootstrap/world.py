@@ -12,6 +12,7 @@ from coordinator.bootstrap.rendezvous import join_address, world_processes
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import ClosedError
 from shm_broadcast.liveness import ProcessIdentity
+from shm_broadcast.status.page import own_page
 
 
 class World:
@@ -36,6 +37,7 @@ class World:
         self.size = size
         self._store: dist.Store | None = store
         self._leave = leave
+        own_page().set_rank(rank, size)
         self.is_torch: bool = leave is None
 
     @property

@@ -123,7 +123,7 @@ class GlooHostPlane(GatheringHostPlane):
                 work = self._backend._allgather_base(into, own, options)
             self._health.wait(operation, CollectiveWork(work), limit_s)
 
-        collective(self._health, "host", name, stages)
+        collective(self._health, "host", name, stages, len(data))
         rows = memoryview(result)
         return [rows[start : start + len(data)] for start in range(0, len(result), len(data))]
 

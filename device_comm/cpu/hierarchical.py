@@ -116,7 +116,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         def stages(operation: Operation) -> None:
             self._levels.all_reduce(self._call(operation, timeout_s), into, into, op)
 
-        collective(self._health, "device", "all_reduce", stages)
+        collective(self._health, "device", "all_reduce", stages, tensor.nbytes)
         return tensor
 
     def _call(self, operation: Operation, timeout_s: float | None) -> Call:
@@ -130,7 +130,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         def stages(operation: Operation) -> None:
             self._levels.all_reduce(self._call(operation, timeout_s), source, result, op)
 
-        collective(self._health, "device", "all_reduce", stages)
+        collective(self._health, "device", "all_reduce", stages, source.nbytes)
         return result
 
     def _all_reduce_into(
@@ -143,7 +143,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         def stages(operation: Operation) -> None:
             self._levels.all_reduce(self._call(operation, timeout_s), dense(input_), output, op)
 
-        collective(self._health, "device", "all_reduce", stages)
+        collective(self._health, "device", "all_reduce", stages, input_.nbytes)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
@@ -157,7 +157,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
             call.view = f", root {dst}"
             self._levels.all_reduce(call, source, result, op)
 
-        collective(self._health, "device", "reduce", stages)
+        collective(self._health, "device", "reduce", stages, source.nbytes, dst)
         return result if self.rank_in_group == dst else None
 
     def _reduce_scatter(
@@ -195,7 +195,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
                 call = self._call(operation, timeout_s)
                 self._levels.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
 
-        collective(self._health, "device", "reduce_scatter", stages)
+        collective(self._health, "device", "reduce_scatter", stages, rows.nbytes)
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
@@ -227,7 +227,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
                     call, as_bytes(source), as_bytes(result), rows, widths, copy_code(source.dtype)
                 )
 
-        collective(self._health, "device", "all_gather", stages)
+        collective(self._health, "device", "all_gather", stages, source.nbytes)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         def stages(operation: Operation) -> None:
@@ -240,7 +240,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
             if landing is not into and self.rank_in_group != src:
                 into.copy_(landing)
 
-        collective(self._health, "device", "broadcast", stages)
+        collective(self._health, "device", "broadcast", stages, tensor.nbytes, src)
         return tensor
 
     # ------------------------------------------------------------------ over the process group

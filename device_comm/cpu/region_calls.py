@@ -48,6 +48,7 @@ class RegionCalls:
         self._health = health
         self._ranks = health.ranks if ranks is None else tuple(ranks)
         self._is_part = ranks is not None
+        core.report_to(health.shown.status.lane(plane, "shared memory").capsule())
         health.on_abort(self.close)
         health.attach(plane, self)
 

@@ -61,6 +61,7 @@ class RingReader(RingEnd):
             self._memory, index, codec.build_owned, settings.wait, self.look_around
         )
         _core.ring_attach(self._memory, index)
+        self._show(index)
 
     def read(self, timeout_s: float | None = None, type_: Any = None) -> Any:
         """Wait for the next message, copy it out and return its object."""

@@ -31,6 +31,7 @@ from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.segment import Segment
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
+from shm_broadcast.status.page import own_page
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -88,10 +89,16 @@ class RingEnd(ABC):
         self._closer = threading.RLock()
         self._has_closed = False
         self._forks = fork_count()
+        self._page = own_page()
+        self._shown: int | None = None
         # Errors and logs describe the present wait: the call, when it began, and when it warns next.
         self._call = self.call
         self._began_s = 0.0
         self._warns_s = 0.0
+
+    def _show(self, place: int) -> None:
+        """Show this end in the status page: reader `place`, or the writer with -1."""
+        self._shown = self._page.add_queue(self.name, self._segment, 0, place)
 
     def _where(self, call: str) -> str:
         return f"{call} on queue {self.name!r} ({self.role}, message #{self.endpoint.messages + 1})"
@@ -249,6 +256,9 @@ class RingEnd(ABC):
             self._end_signal()
             self._watch.close()
             self._memory = _NOTHING
+            # Forgotten first, so that a place is never given back twice.
+            shown, self._shown = self._shown, None
+            self._page.remove_queue(shown)
             self._segment.close()
             self._has_closed = True
 

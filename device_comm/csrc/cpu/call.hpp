@@ -67,8 +67,9 @@ struct Plan {
 
 class Call {
 public:
-    // Prepares a call. All ranks' plans must have equal views; the first step checks it.
-    Call(SharedRegion& region, Plan plan);
+    // Prepares a call, to which the rank has come at the time `arrived`, on the clock of the status page. All ranks' plans must
+    // have equal views; the first step checks it.
+    Call(SharedRegion& region, Plan plan, uint64_t arrived = 0);
     // Continues until the call is done (kDone) or cannot be for now. kDone with `disagrees()` when views differ:
     // then no data was touched.
     Wait run(uint64_t spin_ns, uint64_t until_ns);
@@ -76,6 +77,8 @@ public:
     // The caller then completes it without releasing the GIL.
     bool is_soon_done();
     bool disagrees() const { return disagrees_; }
+    // Who came last to this call, and how long this rank waited for it; valid once the first step is complete.
+    status::End arrivals() const { return arrivals_; }
 
 private:
     size_t step_bytes() const;
@@ -85,6 +88,7 @@ private:
     void consume();
     bool all_agree();
     bool all_match();
+    void compare_arrivals();
     bool has_own_in_slot() const;
     void publish_table();
     void publish_columns();
@@ -112,6 +116,8 @@ private:
     uint64_t at_ = 0;     // the current step of the call
     bool is_posted_ = false;
     bool disagrees_ = false;
+    uint64_t arrived_;
+    status::End arrivals_;
     std::vector<const void*> inputs_;
 };
 

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <new>
+#include <tuple>
 
 #include "object.hpp"
 
@@ -23,7 +24,19 @@ uint64_t forks = 0;  // forks between the process that loaded this module and th
 
 void count_fork() { ++forks; }
 
+// Shows how the call in progress has ended.
+void show_end(Object* object, status::Outcome outcome) {
+    status::Lane* lane = object->region->lane();
+    if (lane == nullptr || object->call == nullptr) return;
+    status::End end = object->call->arrivals();
+    end.outcome = outcome;
+    std::tie(end.sleeps, end.polled_ns) = object->region->take_waits();
+    lane->end(end, status::ticks());
+}
+
 void release(Object* object) {
+    // In a forked child the lane shows nothing any more, but the region may be in any state.
+    if (object->region != nullptr && object->born == forks) show_end(object, status::Outcome::kFailed);
     delete object->call;
     delete object->region;
     delete object->deferred;
@@ -32,6 +45,7 @@ void release(Object* object) {
     object->deferred = nullptr;
     if (object->has_view) PyBuffer_Release(&object->view);
     object->has_view = false;
+    Py_CLEAR(object->lane);
 }
 
 void region_dealloc(PyObject* self) {
@@ -88,6 +102,7 @@ void post_refusals(Object* object, SharedRegion::Refusals& refused) {
 // Ends a call that is complete, or that was refused on all ranks; returns its status.
 long end_call(Object* object) {
     const bool disagrees = object->call->disagrees();
+    show_end(object, disagrees ? status::Outcome::kDisagreed : status::Outcome::kDone);
     delete object->call;
     object->call = nullptr;
     // Before a refusal is posted, because that begins the next step.
@@ -118,6 +133,21 @@ long advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
     return wait == Wait::kClosed ? kClosed : kPending;
 }
 
+// What the status page says of a call. The code is laid out as in `code_of`.
+status::Call shown(const Plan& plan) {
+    const uint64_t code = plan.view.code;
+    status::Call call;
+    call.kind = static_cast<uint8_t>(code);
+    call.dtype = static_cast<uint8_t>(code >> 8);
+    call.op = static_cast<uint8_t>(code >> 16);
+    call.root = static_cast<uint32_t>(code >> 24);
+    call.number = plan.view.number;
+    call.count = plan.view.count;
+    call.detail = plan.view.detail;
+    call.nbytes = plan.bytes != 0 ? plan.bytes : plan.columns.rows * plan.columns.row_bytes;
+    return call;
+}
+
 // The result of a method: a status, or nullptr with an exception set.
 PyObject* answer(long status) { return status < 0 ? nullptr : PyLong_FromLong(status); }
 
@@ -126,8 +156,10 @@ PyObject* answer(long status) { return status < 0 ? nullptr : PyLong_FromLong(st
 long start(Object* object, Plan&& plan, uint64_t code) {
     plan.view.number = object->number + 1;
     plan.view.code = code;
+    const uint64_t arrived = status::ticks();
+    if (status::Lane* lane = object->region->lane()) lane->begin(shown(plan), arrived);
     try {
-        object->call = new Call(*object->region, std::move(plan));
+        object->call = new Call(*object->region, std::move(plan), arrived);
     } catch (const std::bad_alloc&) {
         PyErr_NoMemory();
         return -1;
@@ -343,6 +375,17 @@ PyObject* region_keep(PyObject* self, PyObject*) {
     Py_RETURN_NONE;
 }
 
+// report_to(lane): shows the calls in a lane of the status page, given as its capsule.
+PyObject* region_report_to(PyObject* self, PyObject* capsule) {
+    Object* object = object_of(self);
+    auto* lane = static_cast<status::Lane*>(PyCapsule_GetPointer(capsule, status::kCapsule));
+    if (lane == nullptr) return nullptr;
+    if (object->is_closed || object->region == nullptr || object->call != nullptr) Py_RETURN_NONE;
+    Py_XDECREF(std::exchange(object->lane, Py_NewRef(capsule)));
+    object->region->report_to(lane);
+    Py_RETURN_NONE;
+}
+
 PyObject* region_number(PyObject* self, void*) { return PyLong_FromUnsignedLongLong(object_of(self)->number); }
 
 // lay_out(mapping, ranks, slot_bytes, generation)
@@ -384,7 +427,7 @@ PyMethodDef methods[] = {
     METHOD("refuse", region_refuse, METH_O),   METHOD("catch_up", region_catch_up, METH_NOARGS),
     METHOD("disagreement", disagreement, METH_NOARGS),
     METHOD("missing", missing, METH_NOARGS),   METHOD("last_calls", last_calls, METH_NOARGS),
-    METHOD("close", region_close, METH_O),
+    METHOD("report_to", region_report_to, METH_O), METHOD("close", region_close, METH_O),
     {nullptr, nullptr, 0, nullptr},
 };
 

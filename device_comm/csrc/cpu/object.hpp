@@ -45,6 +45,7 @@ struct Object {
     bool is_left;  // an exception left a caller while no thread was inside of `call`, and nobody has continued it since
     bool is_closed;
     uint64_t number;  // calls begun so far
+    PyObject* lane;   // keeps the lane of the status page in which the region reports, or nullptr
     // The two following are used under the GIL, and null while there is none.
     SharedRegion::Refusals* deferred;  // refusals during the call of another thread; they get their numbers at its end
     std::list<Disagreement>* disagreements;  // which their threads have not read

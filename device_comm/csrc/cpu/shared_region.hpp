@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../../shm_broadcast/csrc/ring/ring.hpp"
+#include "../../../shm_broadcast/csrc/status/lane.hpp"
 
 #include <unistd.h>
 
@@ -20,7 +21,7 @@ using ring::pause;
 using ring::rounded;
 
 inline constexpr uint64_t kMagic = 0x31425246434721;  // "!GCFRB1" in memory order
-inline constexpr uint32_t kVersion = 2;
+inline constexpr uint32_t kVersion = 3;
 inline constexpr size_t kLine = 64;
 inline constexpr size_t kPage = 4096;
 inline constexpr uint32_t kMaxRanks = 256;
@@ -57,6 +58,7 @@ struct alignas(kLine) Post {
     View view;
     uint64_t steps;  // number of steps that this rank needs for its part of the call
     std::atomic<int32_t> core;  // core on which the rank ran; a hint
+    uint64_t arrived;  // on the clock of the status page, when the rank came to the call; 0 unless this is the call's first step
 };
 
 // Written by one rank when it leaves.
@@ -106,6 +108,13 @@ public:
     uint32_t rank() const { return rank_; }
     size_t slot_bytes() const { return identity_.slot_bytes; }
 
+    // Shows in `lane` how this rank waits. Nullptr ends that.
+    void report_to(status::Lane* lane) { lane_ = lane; }
+    status::Lane* lane() const { return lane_; }
+
+    // What this rank's waits have cost since the last call of this: sleeps, and ns of polling in waits of some microseconds.
+    std::pair<uint32_t, uint64_t> take_waits() { return {std::exchange(sleeps_, 0), std::exchange(polled_ns_, 0)}; }
+
     // The slot of `rank` for the current step; after `begin`, for the new step.
     unsigned char* slot(uint32_t rank) {
         return base_ + identity_.data_offset + (2 * rank + (next_ & 1)) * identity_.slot_bytes;
@@ -137,7 +146,7 @@ public:
             const uint64_t length = std::min(reason.size(), kReasonBytes);
             std::memcpy(slot(rank_), &length, sizeof(length));
             std::memcpy(slot(rank_) + sizeof(length), reason.data(), length);
-            post(View{number, kRefused, 0, 0}, 1);
+            post(View{number, kRefused, 0, 0}, 1, 0);
         }
         return true;
     }
@@ -152,11 +161,12 @@ public:
 
     // Posts the step, after this rank has filled its slot. The last rank to post wakes those that sleep, with one system
     // call: if each rank woke them, a step would take up to n^2 / 2 wake-ups.
-    void post(const View& view, uint64_t steps) {
+    void post(const View& view, uint64_t steps, uint64_t arrived) {
         step_ = next_;
         Post& own = block(rank_).posts[step_ & 1];
         own.view = view;
         own.steps = steps;
+        own.arrived = arrived;
         own.core.store(sched_getcpu(), std::memory_order_relaxed);
         // SYNC slot->ranks (release): slot and view are visible before the step is; and our reads of other slots in
         // the previous step happen before their owners fill them again.
@@ -236,6 +246,15 @@ public:
         uint32_t missing = first_missing(0);
         if (missing == ranks()) return Wait::kDone;
         const uint64_t start = now_ns(), spin_until = std::min(start + spin_ns, until_ns);
+        if (lane_ != nullptr) lane_->set_state(status::State::kPosted);
+        const Wait found = poll_until(start, spin_until, missing);
+        polled_ns_ += now_ns() - start;
+        return found == Wait::kTime ? sleep(missing, until_ns) : found;
+    }
+
+private:
+    // Polls, and yields where that helps, until all have posted. Returns kTime when it is better to sleep.
+    Wait poll_until(uint64_t start, uint64_t spin_until, uint32_t& missing) {
         while (true) {
             for (int i = 0; i < polls(); ++i) {
                 missing = first_missing(missing);
@@ -244,18 +263,16 @@ public:
             }
             if (is_closed()) return Wait::kClosed;
             if (is_left_alone()) return Wait::kLeft;
-            if (now_ns() >= spin_until) break;
+            if (now_ns() >= spin_until) return Wait::kTime;
             is_crowded_ = shares_core(missing);
             if (is_crowded_ && start - moved_ns_ >= kMoveNs) {
                 moved_ns_ = start;
-                break;
+                return Wait::kTime;
             }
-            if ((!has_core_each() || keeps_core(missing)) && !yield_to_ranks()) break;
+            if ((!has_core_each() || keeps_core(missing)) && !yield_to_ranks()) return Wait::kTime;
         }
-        return sleep(missing, until_ns);
     }
 
-private:
     // Whether a mapping of `bytes` has room for a region of this shape.
     static bool fits(uint32_t ranks, uint64_t slot_bytes, size_t bytes) {
         if (ranks == 0 || ranks > kMaxRanks || slot_bytes < kPage || slot_bytes % kPage != 0) return false;
@@ -327,7 +344,9 @@ private:
             missing = first_missing(missing);
             const uint64_t now = now_ns();
             const bool stops = missing == ranks() || is_closed() || is_left_alone() || now >= until_ns;
+            if (!stops && lane_ != nullptr) lane_->set_state(status::State::kAsleep);
             const bool signalled = !stops && !futex_wait(gong, seen, until_ns - now);
+            sleeps_ += stops ? 0 : 1;
             block(rank_).posts[step_ & 1].core.store(sched_getcpu(), std::memory_order_relaxed);
             missing = first_missing(missing);
             if (missing == ranks()) return Wait::kDone;
@@ -349,6 +368,9 @@ private:
     uint64_t moved_ns_ = 0;    // when this rank last slept to get another core
     uint64_t refused_until_ns_ = 0;  // until then this rank sleeps where it would yield
     bool is_crowded_ = false;  // the last missing rank runs on the same core
+    status::Lane* lane_ = nullptr;  // where this rank shows what it does
+    uint32_t sleeps_ = 0;
+    uint64_t polled_ns_ = 0;
 };
 
 }  // namespace region

@@ -337,6 +337,12 @@ def test_every_read_tells_the_owner_of_a_lost_writer(call: str) -> None:
         assert far._context.closed
 
 
+def fill(writer: QueueWriter) -> None:
+    """Write more than the ring holds, so that the writer needs room from a reader that has left."""
+    for _ in range(1000):
+        writer.enqueue(bytes(1 << 20), DEADLINE_S)
+
+
 class FailedOwner:
     """Stand for the owner of a writer, whose failure is why the readers have left."""
 
@@ -371,9 +377,7 @@ def test_a_reader_that_leaves_as_its_owner_has_failed_is_not_blamed(leaver: int)
         {1: near, 2: far}[leaver].close()
         for _ in range(2):
             with pytest.raises(PeerLostError, match="another rank is the culprit") as found:
-                # More than the ring holds, so that the writer needs room from the reader that has left.
-                for _ in range(1000):
-                    writer.enqueue(bytes(1 << 20), DEADLINE_S)
+                fill(writer)
             assert found.value.peers == (7,)
 
 

@@ -1,0 +1,84 @@
+"""Show in the status page what a group's calls do that are not made in native code as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from shm_broadcast._core import StatusLane
+from shm_broadcast.errors import CommError
+from shm_broadcast.status.kinds import kind_of
+from shm_broadcast.status.layout import NOBODY, GroupState, LaneState, Outcome
+from shm_broadcast.status.page import GroupStatus, own_page
+
+__all__ = ["ShownCalls"]
+
+Result = TypeVar("Result")
+
+
+class _Call(Protocol):
+    @property
+    def plane(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int: ...
+
+
+class ShownCalls:
+    """What the status page shows of one group in this process.
+
+    Attributes:
+        status: The group's record, and its lanes in native code.
+    """
+
+    def __init__(self, name: str, place: int, ranks: Sequence[int]) -> None:
+        """Show the group `name`, in which this process has place `place` of the global `ranks`."""
+        self.status: GroupStatus = own_page().group(name, place, ranks)
+        self._ranks = tuple(ranks)
+        # For the collectives of a plane, one at a time.
+        self._lanes: dict[str, StatusLane] = {}
+        # For calls between two ranks, of which threads may make several at once.
+        self._idle: dict[str, list[StatusLane]] = {}
+
+    def lane(self, plane: str) -> StatusLane:
+        """Return where the collectives of `plane` are shown."""
+        lane = self._lanes.get(plane)
+        if lane is None:
+            lane = self._lanes[plane] = self.status.lane(plane, "process group")
+        return lane
+
+    def wait(self, call: _Call, pending: Sequence[int] | None, wait: Callable[[], Result]) -> Result:
+        """Return `wait()`, and show meanwhile that this rank waits for the global ranks `pending`.
+
+        A collective has the lane of its plane; shared memory shows its waits itself. A call between two ranks is
+        shown only if it waits. What has come is not lost if a signal handler raises behind the wait: whoever waits keeps it.
+        """
+        if call.number:
+            lane = self._lanes.get(call.plane)
+            if lane is None:
+                return wait()
+            try:
+                lane.set_state(LaneState.ASLEEP)
+                return wait()
+            finally:
+                lane.set_state(LaneState.COMPUTING)
+        idle = self._idle.setdefault(call.plane, [])
+        lane = idle.pop() if idle else self.status.lane(f"{call.plane} waits", "point to point")
+        peer = self._ranks.index(pending[0]) if pending and pending[0] in self._ranks else NOBODY
+        outcome = Outcome.FAILED
+        try:
+            lane.begin(kind_of(call.name), 0, 0, peer)
+            lane.set_state(LaneState.ASLEEP)
+            result = wait()
+            outcome = Outcome.DONE
+            return result
+        finally:
+            lane.end(outcome)
+            idle.append(lane)
+
+    def broken(self, cause: BaseException) -> None:
+        """Show that the group is broken. The text of an error that is not ours may hold data, and is not shown."""
+        self.status.set_state(
+            GroupState.BROKEN, str(cause) if isinstance(cause, CommError) else type(cause).__name__
+        )

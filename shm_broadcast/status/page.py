@@ -1,0 +1,240 @@
+"""Write this process's status page: which groups and queues it has, and what it does in them.
+
+The page is shared memory that only this process writes. Another process of the same user reads it through
+`/proc/PID/fd`, without this one's help, also while it is stopped or hangs; see `DESIGN.md`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from shm_broadcast import _core
+from shm_broadcast.liveness import fork_count, this_process
+from shm_broadcast.segment import Segment
+from shm_broadcast.status import layout
+from shm_broadcast.status.layout import GroupState
+
+__all__ = ["GroupStatus", "OwnPage", "own_page"]
+
+
+class OwnPage:
+    """The status page of this process, of which there is one.
+
+    Its methods may be called from any thread, and by signal handlers inside of each other. A page that has no room left
+    for a group, queue or lane counts that, and what they do is not shown.
+
+    Attributes:
+        segment: The memory.
+    """
+
+    def __init__(self) -> None:
+        """Make the page.
+
+        Raises:
+            CapabilityError: The kernel refuses a memfd, or too little memory is free.
+        """
+        self.segment: Final = Segment.create(layout.PAGE_BYTES, name=layout.NAME)
+        identity = this_process()
+        _core.status_format(
+            self.segment.memory,
+            identity.pid,
+            identity.start_ticks,
+            identity.pid_namespace,
+            _time_namespace(),
+            identity.boot_id.encode(),
+            identity.hostname.encode(),
+        )
+        self._core = _core.StatusPage(self.segment.memory)
+        self._forks = fork_count()
+        # `pop` and `append` are atomic under the GIL, so that no two callers get the same place.
+        self._free_groups = list(reversed(range(layout.TABLES["groups"].number)))
+        self._left_groups: deque[int] = deque()
+        self._free_queues = list(reversed(range(layout.TABLES["queues"].number)))
+        self._rank, self._world_size, self._stack_signal, self._refused = -1, 0, 0, 0
+
+    @property
+    def is_inherited(self) -> bool:
+        """Return whether this is a copy in a forked child, which must not write it."""
+        return self._forks != fork_count()
+
+    def set_rank(self, rank: int, world_size: int) -> None:
+        """State the process's place in the first world that it joins; those of stateless groups count from 0 again."""
+        if self._world_size:
+            return
+        self._rank, self._world_size = rank, world_size
+        self._set_words()
+
+    def set_stack_signal(self, number: int) -> None:
+        """State which signal makes this process write its stacks; 0: none."""
+        self._stack_signal = number
+        self._set_words()
+
+    def group(self, name: str, place: int, ranks: Sequence[int], epoch: int = 0) -> GroupStatus:
+        """Show a group that is being created.
+
+        Args:
+            name: Its unique name.
+            place: This process's place in it.
+            ranks: The global ranks of its members, in group order.
+            epoch: How often its members have changed.
+        """
+        return GroupStatus(self, self._take_group(), name, place, ranks, epoch)
+
+    def _take_group(self) -> int | None:
+        if self._free_groups:
+            return self._free_groups.pop()
+        if self._left_groups:
+            # The group that was left first is shown no more.
+            taken = self._left_groups.popleft()
+            self._core.release(taken)
+            return taken
+        self._count_refused()
+        return None
+
+    def give_back_group(self, place: int) -> None:
+        """Let another group take the place of one that was left, once there is no other."""
+        self._left_groups.append(place)
+
+    def write_group(self, place: int, body: bytes) -> None:
+        """Write the record of a group; see `layout.pack_record`."""
+        self._core.write(False, place, body)
+
+    def lane(self, group: int | None, plane: str, algorithm: str) -> _core.StatusLane:
+        """Return a new lane of the group in a place; one that is shown to nobody if there is no room."""
+        if group is not None:
+            lane = self._core.lane(group, plane.encode(), algorithm.encode())
+            if lane is not None:
+                return lane
+            self._count_refused()
+        return _core.status_nowhere()
+
+    def add_queue(self, name: str, segment: Segment, offset: int, reader: int) -> int | None:
+        """Show an end of a queue; return its place, or None if there is no room.
+
+        Args:
+            name: The name of the queue.
+            segment: The memory that holds its ring.
+            offset: Of the ring.
+            reader: This end's place among the readers, or -1 for the writer.
+        """
+        if not self._free_queues:
+            self._count_refused()
+            return None
+        place = self._free_queues.pop()
+        body = layout.pack_record(
+            "queues",
+            state=1,
+            inode=os.fstat(segment.descriptor).st_ino,
+            offset=offset,
+            reader=reader,
+            descriptor=segment.descriptor,
+            name=cut(name, 96),
+        )
+        self._core.write(True, place, body)
+        return place
+
+    def remove_queue(self, place: int | None) -> None:
+        """Show an end of a queue no more; in a forked child and with None this does nothing."""
+        if place is not None and not self.is_inherited:
+            self._core.write(True, place, layout.pack_record("queues"))
+            self._free_queues.append(place)
+
+    def _count_refused(self) -> None:
+        self._refused += 1
+        self._set_words()
+
+    def _set_words(self) -> None:
+        self._core.set_words(self._rank, self._world_size, self._stack_signal, self._refused)
+
+
+class GroupStatus:
+    """What the page shows of one group. In a forked child nothing is written."""
+
+    def __init__(
+        self, page: OwnPage, at: int | None, name: str, place: int, ranks: Sequence[int], epoch: int
+    ) -> None:
+        """Use `OwnPage.group`. `at` is the place in the page."""
+        self._page = page
+        self._at = at
+        self._lanes: list[_core.StatusLane] = []
+        self._state = GroupState.FREE
+        self._values: dict[str, object] = {
+            "epoch": epoch,
+            "rank": place,
+            "world_size": len(ranks),
+            "created_ns": time.monotonic_ns(),
+            "name": cut(name, 160),
+            # A rank that the page cannot name is shown as nobody.
+            "ranks": [min(rank, layout.NOBODY) for rank in ranks],
+        }
+        self.set_state(GroupState.FORMING)
+
+    def lane(self, plane: str, algorithm: str) -> _core.StatusLane:
+        """Return a new lane, in which one thread at a time makes the calls of a plane."""
+        lane = self._page.lane(self._at, plane, algorithm)
+        self._lanes.append(lane)
+        return lane
+
+    def set_state(self, state: GroupState, cause: str = "") -> None:
+        """Show a state, and for a broken group why it is broken."""
+        if self._at is None or self._state is GroupState.LEFT or self._page.is_inherited:
+            return
+        self._state = state
+        if cause:
+            self._values["cause"] = cut(cause, 320)
+        self._page.write_group(self._at, layout.pack_record("groups", state=int(state), **self._values))
+
+    def leave(self) -> None:
+        """Show that the group was left, and write no more. Idempotent."""
+        if self._at is None or self._state is GroupState.LEFT or self._page.is_inherited:
+            return
+        self.set_state(GroupState.LEFT)
+        for lane in self._lanes:
+            lane.close()
+        self._page.give_back_group(self._at)
+
+
+def cut(text: str, nbytes: int) -> bytes:
+    """Return UTF-8 that fits with the 0 behind it, cut between two characters."""
+    return text.encode(errors="replace")[: nbytes - 1].decode(errors="ignore").encode()
+
+
+def _time_namespace() -> int:
+    """Return the inode of the time namespace, which shifts CLOCK_MONOTONIC; 0 on kernels that have none."""
+    try:
+        return Path("/proc/self/ns/time").stat().st_ino
+    except OSError:
+        return 0
+
+
+class _Own:
+    """Holds the page of this process."""
+
+    page: OwnPage | None = None
+
+
+def own_page() -> OwnPage:
+    """Return this process's page, which the first call makes; a forked child makes its own.
+
+    Raises:
+        CapabilityError: As `OwnPage`.
+    """
+    page = _Own.page
+    if page is None or page.is_inherited:
+        page = _Own.page = OwnPage()
+    return page
+
+
+def _close_inherited() -> None:
+    # The mapping stays: lanes of groups that the child cannot use refer to it, and write elsewhere now.
+    if _Own.page is not None:
+        _Own.page.segment.close_descriptor()
+        _Own.page = None
+
+
+os.register_at_fork(after_in_child=_close_inherited)

@@ -92,7 +92,7 @@ def one_rank(library: NcclLibrary, *, is_ordered: bool = False) -> Iterator[Nccl
     driver: Any = NoDriver()
     streams: Any = OneStream()
     communicator = NcclCommunicator(
-        context, library=library, streams=streams, progress=EventProgress(lambda: driver)
+        context, library=library, streams=streams, progress=EventProgress(lambda: driver, {})
     )
     if is_ordered:
         communicator._order = StreamOrder(driver, health.where)  # noqa: SLF001 - as `OrderedCommunicator` sets it

@@ -109,7 +109,8 @@ class Calls:
         """
         if isinstance(error, ClosedError) or error.is_told:
             return
-        logger.debug("%s: refused: %s", self._health.where(name), error)
+        fields = self._health.log_fields(name)
+        logger.debug("%s: refused: %s", self._health.where(name), error, extra=fields)
         if plane is not None:
             error.is_told = True
             # The refused call has its place behind the calls that are open.

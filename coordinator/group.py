@@ -162,6 +162,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             self.device,
             self.device_communicator.algorithm,
             self.creation,
+            extra=self._health.log_fields("create", self.device_communicator.algorithm),
         )
 
     @classmethod

@@ -22,6 +22,7 @@ from coordinator.layout import Dimension, ParallelLayout, RankLists
 from coordinator.settings import CoordinatorSettings
 from coordinator.torch_interop.device_mesh import layout_of_mesh, mesh_of
 from shm_broadcast.errors import UsageError
+from shm_broadcast.reports.log_fields import log_fields
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -270,7 +271,11 @@ class ParallelGroups:
             destroy_together([group for group in reversed(groups.values()) if group is not world])
             raise
         elapsed_ms = (time.perf_counter() - started) * 1e3
-        logger.info("created the groups of %s in %.1f ms; %s", layout, elapsed_ms, record.startup_report())
+        logger.info(
+            "created the groups of %s in %.1f ms; %s",
+            *(layout, elapsed_ms, record.startup_report()),
+            extra=log_fields(rank=record.world.rank, call="create"),
+        )
         return record
 
     def with_sharding(self, shard: int) -> Self:

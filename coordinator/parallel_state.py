@@ -33,6 +33,7 @@ from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings, launched_local_rank, permit_custom_all_reduce
 from device_comm import handles
 from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.reports.log_fields import log_fields
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -110,7 +111,8 @@ def init_distributed_environment(
         raise
     group.creation = group.creation.plus(**spent)
     if joined:
-        logger.info("joined the world of %d ranks: %s", group.world_size, group.creation)
+        fields = log_fields(group=group.unique_name, rank=group.rank, call="init_distributed_environment")
+        logger.info("joined the world of %d ranks: %s", group.world_size, group.creation, extra=fields)
     set_world_group(group)
 
 

@@ -289,7 +289,9 @@ class CallHandle(Generic[Result]):
             except RuntimeError as completed:
                 # The application has completed the future itself. The other calls of the group must continue.
                 logger.warning(
-                    "%s: the application had completed its future already: %s", self._name, completed
+                    "%s: the application had completed its future already: %s",
+                    *(self._name, completed),
+                    extra=self._health.log_fields(self._name),
                 )
 
     def _outcome(self) -> Result:

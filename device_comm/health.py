@@ -31,6 +31,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, fork_count
+from shm_broadcast.reports.log_fields import LogFields, log_fields
 
 # A waiting call checks signals, dead peers and `close` at this interval. Ctrl-C must interrupt within 0.2 s.
 SLICE_S: Final = 0.1
@@ -233,6 +234,10 @@ class GroupHealth:
     def where(self, operation: object) -> str:
         """Return `all_reduce #3 on 'tp:0' (rank 5, 1 of 4)`, the beginning of every error's text."""
         return f"{operation} on {self.name!r} (rank {self.rank}, {self.ranks.index(self.rank)} of {len(self.ranks)})"
+
+    def log_fields(self, call: str | None = None, algorithm: str | None = None) -> LogFields:
+        """Return the fields of a log record on this group, and on a call of it and what carries that if given."""
+        return log_fields(group=self.name, rank=self.rank, call=call, algorithm=algorithm)
 
     def check_usable(self, name: str) -> None:
         """Raise unless the group can be used by this process now.

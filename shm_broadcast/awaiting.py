@@ -9,6 +9,7 @@ import time
 from typing import Any, Final, NoReturn, Protocol
 
 from shm_broadcast.descriptors import refuse_if_full
+from shm_broadcast.reports.log_fields import LogFields
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ class ReadingEnd(Protocol):
         The object is converted to `type_`, unless that is None.
         """
 
+    def log_fields(self, call: str) -> LogFields:
+        """Return the fields of a log record on `call`."""
+
     def raise_late(self, call: str, within_s: float) -> NoReturn:
         """Raise for a message that has not come in time."""
 
@@ -58,7 +62,8 @@ async def read(end: ReadingEnd, timeout_s: float | None, type_: Any) -> Any:
         if waited_s >= warns_s:
             warns_s += end.warn_after_s
             if end.warns:
-                logger.warning("adequeue on queue %r: waiting for %.0f s", end.name, waited_s)
+                fields = end.log_fields("adequeue")
+                logger.warning("adequeue on queue %r: waiting for %.0f s", end.name, waited_s, extra=fields)
         until_s = warns_s if timeout_s is None else min(warns_s, timeout_s)
         await _readable(end, until_s - waited_s)
         if end.is_busy:

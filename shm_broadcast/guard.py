@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from shm_broadcast.errors import PeerLostError
+from shm_broadcast.reports.log_fields import LogFields
 
 
 class QueueGuard(Protocol):
     """Connects the failure of a queue with that of its owner. `call` is the name of the queue's method, for errors."""
+
+    def log_fields(self) -> LogFields:
+        """Return what the log records of the queue say of the owner."""
 
     def look(self, call: str) -> None:
         """Raise if the owner has failed, or a process is gone that it needs. A waiting read calls this now and then."""

@@ -40,11 +40,12 @@ from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
 from shm_broadcast.interruption import is_held, raised_by_handler
 from shm_broadcast.layout import MAX_READERS, segment_bytes
 from shm_broadcast.liveness import PeerWatch, this_process
+from shm_broadcast.reports.log_fields import LogFields, log_fields
+from shm_broadcast.reports.statistics import QueueStatistics
 from shm_broadcast.ring.reader import RingReader
 from shm_broadcast.ring.writer import RingWriter
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
-from shm_broadcast.statistics import QueueStatistics
 from shm_broadcast.timeouts import AnyTimeout, seconds
 from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, take_any
 from shm_broadcast.turn import TakenError, Turn
@@ -89,6 +90,8 @@ class QueueWriter:
         self._remote = remote
         self._handover = handover
         self._is_local = isinstance(remote, NoRemote)
+        if handle.writer >= 0:
+            self._add_fields(log_fields(rank=handle.writer))
         self._guard: QueueGuard | None = None
         # Held by a call that writes to readers on other hosts, between whose steps a signal handler can run.
         self._turn = threading.RLock()
@@ -254,6 +257,11 @@ class QueueWriter:
         else:
             # Not from within: the owner may close the queue, whose locks are held there.
             self._guard = guard
+        self._add_fields(guard.log_fields())
+
+    def _add_fields(self, fields: LogFields) -> None:
+        self._ring.fields.update(fields)
+        self._remote.fields.update(fields)
 
     def statistics(self) -> QueueStatistics:
         """Return what was written, and how far each reader is."""
@@ -481,6 +489,7 @@ class QueueReader:
         A read that waits for a writer on this host also asks the owner now and then whether it has failed.
         """
         self._ring.guard = guard
+        self._ring.fields.update(guard.log_fields())
 
     def lost_writer(self) -> str | None:
         """Return which process wrote to this queue, for a log, if it ended without closing it; else None.

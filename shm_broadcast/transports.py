@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import CommTimeoutError, UsageError
+from shm_broadcast.reports.log_fields import LogFields
+from shm_broadcast.reports.statistics import QueueStatistics
 from shm_broadcast.ring.reader import RingReader
 from shm_broadcast.ring.wait import SHORT_SPIN_NS, SLICE_NS
 from shm_broadcast.ring.writer import RingWriter
-from shm_broadcast.statistics import QueueStatistics
 
 if TYPE_CHECKING:
     from shm_broadcast.remote.reader import RemoteReader
@@ -31,7 +32,13 @@ _MOST_RINGS: Final = 128
 
 
 class RemoteTransport(Protocol):
-    """The remote transport of a `QueueWriter`; `RemoteWriter` implements it."""
+    """The remote transport of a `QueueWriter`; `RemoteWriter` implements it.
+
+    Attributes:
+        fields: What every log record of this transport says.
+    """
+
+    fields: LogFields
 
     def reserve(
         self, message: codec.Message, timeout_s: float | None, written: Callable[[], int]
@@ -63,6 +70,10 @@ class RemoteTransport(Protocol):
 
 class NoRemote:
     """The remote transport of a queue whose readers are all on this host: every call does nothing."""
+
+    def __init__(self) -> None:
+        """Log nothing."""
+        self.fields: LogFields = {}
 
     def reserve(
         self, message: codec.Message, timeout_s: float | None, written: Callable[[], int]
@@ -98,6 +109,7 @@ class NoRing(RingWriter):
     def __init__(self) -> None:
         """Create no ring."""
         self._written = 0
+        self.fields: LogFields = {}
 
     @property
     def messages(self) -> int:

@@ -6,6 +6,7 @@ import time
 
 from device_comm.health import FAILURE_IDLE_EVERY_S, GroupHealth, Operation
 from shm_broadcast.errors import PeerLostError
+from shm_broadcast.reports.log_fields import LogFields
 
 
 class GroupQueueGuard:
@@ -21,6 +22,10 @@ class GroupQueueGuard:
         self._health = health
         self._has_own_writer = has_own_writer
         self._next_look_s = 0.0
+
+    def log_fields(self) -> LogFields:
+        """Return the group and this rank."""
+        return self._health.log_fields()
 
     def look(self, call: str) -> None:
         """Break the group and raise if a rank is gone, or has published what broke the group."""

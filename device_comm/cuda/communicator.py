@@ -84,7 +84,7 @@ class CudaCommunicator(FusedCommunicator):
         """
         self._open = open_driver or functools.partial(CudaDriver, context.device.index or 0)
         self._opened: Driver | None = None
-        self._events = EventProgress(self._driver)
+        self._events = EventProgress(self._driver, context.health.log_fields())
         # With two ranks, both take part in a first send and can connect then. With more, the others would not connect.
         eager = context.world_size > 2
         super().__init__(context, library=library, streams=streams, progress=self._events, eager=eager)
@@ -140,7 +140,8 @@ class CudaCommunicator(FusedCommunicator):
         """Log why calls go through NCCL; each reason is logged once."""
         if reason not in self._told and len(self._told) < _MOST_SIZES:
             self._told.add(reason)
-            logger.info("%s: through NCCL: %s", self._health.where("all_reduce"), reason)
+            fields = self._health.log_fields("all_reduce", "nccl")
+            logger.info("%s: through NCCL: %s", self._health.where("all_reduce"), reason, extra=fields)
 
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
         """Return the algorithm that carries a call and why; "undecided" before the first call. Not collective."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from device_comm.cuda.driver import Driver
 from shm_broadcast.errors import CapabilityError, CudaError
+from shm_broadcast.reports.log_fields import LogFields
 
 __all__ = ["EventProgress"]
 
@@ -22,9 +23,13 @@ class EventProgress:
     that the host itself waits for have deadlines.
     """
 
-    def __init__(self, open_driver: Callable[[], Driver]) -> None:
-        """Open nothing yet; the first mark opens the device, which the caller still owns."""
+    def __init__(self, open_driver: Callable[[], Driver], fields: LogFields) -> None:
+        """Open nothing yet; the first mark opens the device, which the caller still owns.
+
+        `fields` are those of a log record on the group.
+        """
         self._open_driver = open_driver
+        self._fields = fields
         self._driver: Driver | None = None
         self._is_blind = False
         self._event = 0
@@ -48,7 +53,7 @@ class EventProgress:
         try:
             self._driver = self._open_driver()
         except CapabilityError as error:
-            logger.warning("queued calls have no deadlines: %s", error)
+            logger.warning("queued calls have no deadlines: %s", error, extra=self._fields)
             self._is_blind = True
         return self._driver
 

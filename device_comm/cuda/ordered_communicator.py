@@ -36,7 +36,11 @@ class OrderedCommunicator(NcclCommunicator):
                 self._order = self._stream_order = StreamOrder(self._driver(), self._health.where)
             except CapabilityError as error:
                 # NCCL carries everything then, and orders its own kernels.
-                logger.warning("asynchronous calls stay on the current stream: %s", error)
+                logger.warning(
+                    "asynchronous calls stay on the current stream: %s",
+                    error,
+                    extra=self._health.log_fields(algorithm="nccl"),
+                )
                 self._cannot_order = True
         return self._stream_order is not None
 

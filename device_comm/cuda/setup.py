@@ -73,7 +73,8 @@ def build_custom(
         return None, "cuda.custom_all_reduce is off"
     if not MIN_WORLD_SIZE <= context.world_size <= MAX_WORLD_SIZE:
         return None, f"the kernels serve 2 to {MAX_WORLD_SIZE} ranks, not {context.world_size}"
-    peers = PeerExchange(context.exchange, context.rank_in_group, context.ranks)
+    fields = context.health.log_fields()
+    peers = PeerExchange(context.exchange, context.rank_in_group, context.ranks, fields)
     driver, trouble = None, ""
     try:
         driver = open_driver()
@@ -167,15 +168,16 @@ def _verify(context: CommunicatorContext, peers: PeerExchange, driver: Driver, d
     region = PeerMemory.create(
         *(driver, peers, PROBE_BYTES * context.world_size, context.health.lost), timeout_s=context.timeout_s
     )
-    where = context.health.where("the test of peer access")
+    what = "the test of peer access"
+    where, fields = context.health.where(what), context.health.log_fields(what)
     try:
         failure = verify_peer_access(driver, peers, region.addresses, directory)
     except BaseException:
         # The other ranks may not take part in another round.
-        release_when_idle(driver, where, lambda _is_awaited: region.close(None))
+        release_when_idle(driver, where, fields, lambda _is_awaited: region.close(None))
         raise
     release_together(
-        *(driver, where, peers), lambda is_together: region.close(peers.meet if is_together else None)
+        *(driver, where, fields, peers), lambda is_together: region.close(peers.meet if is_together else None)
     )
     if failure:
         raise CapabilityError(failure, requirement="writes that arrive at peers")

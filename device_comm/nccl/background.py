@@ -15,6 +15,7 @@ from collections.abc import Callable
 from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Streams
 from shm_broadcast.errors import CommError, NcclError
+from shm_broadcast.reports.log_fields import LogFields
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -86,10 +87,12 @@ class Joining(Background):
         streams: Streams,
         join: Callable[[], tuple[int, int]],
         look: Callable[[], object],
+        fields: LogFields,
     ) -> None:
-        """Start a thread; `join` joins, and returns a handle and a status."""
+        """Start a thread; `join` joins, and returns a handle and a status. `fields` are those of a log record."""
         self._library = library
         self._join = join
+        self._fields = fields
         self._is_given_up = False
         self._comm = 0
         super().__init__(streams, "join", self._take_part, look)
@@ -121,7 +124,7 @@ class Joining(Background):
             try:
                 self._library.call("ncclCommAbort", comm)
             except NcclError as error:
-                logger.warning("a communicator that was given up: %s", error)
+                logger.warning("a communicator that was given up: %s", error, extra=self._fields)
 
 
 __all__ = ["Background", "Joining"]

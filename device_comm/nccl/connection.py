@@ -33,6 +33,7 @@ from shm_broadcast.errors import (
     InternalError,
     NcclError,
 )
+from shm_broadcast.reports.log_fields import LogFields
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -188,7 +189,8 @@ class NcclConnection:
         size, rank = self.context.world_size, self.context.rank_in_group
         join = partial(self.library.init_rank, size, unique_id, rank, new_config())
         operation = self._operation()
-        joining = Joining(self.library, self._streams, join, partial(self._health.check_leavers, operation))
+        look = partial(self._health.check_leavers, operation)
+        joining = Joining(self.library, self._streams, join, look, self._fields("connect"))
         try:
             self._health.wait(operation, joining, self.context.timeout_s)
             joining.raise_error(lambda error: self._health.explain(operation, error, None))
@@ -220,7 +222,7 @@ class NcclConnection:
             if not obstacle:
                 self.window = memory
             else:
-                logger.warning("%s: no symmetric window: %s", self._health.where("connect"), obstacle)
+                self._warn("connect", f"no symmetric window: {obstacle}")
                 self._leave_window(self._comm)
                 self._free_window(is_used=False)
         self.no_window = obstacle
@@ -241,7 +243,7 @@ class NcclConnection:
             try:
                 self._memory.deregister(comm)
             except NcclError as error:
-                logger.warning("%s: %s", self._health.where("destroy"), error)
+                self._warn("destroy", error)
 
     def _free_window(self, *, is_used: bool) -> None:
         """Free the window's memory. If it `is_used`, wait for `IDLE_S`, then leave it to the end of the process."""
@@ -251,14 +253,13 @@ class NcclConnection:
         deadline = time.monotonic() + IDLE_S
         while is_used and self._is_window_in_use():
             if time.monotonic() >= deadline:
-                where = self._health.where("destroy")
-                logger.warning("%s: the window is in use and stays until the process ends", where)
+                self._warn("destroy", "the window is in use and stays until the process ends")
                 return
             time.sleep(LAST_POLL_S)
         try:
             memory.free()
         except NcclError as error:
-            logger.warning("%s: %s", self._health.where("destroy"), error)
+            self._warn("destroy", error)
 
     def _is_window_in_use(self) -> bool:
         return not self._is_quiet() or (self._registration is not None and not self._registration.is_over)
@@ -294,6 +295,12 @@ class NcclConnection:
     def _operation(self) -> Operation:
         call = self.call
         return Operation("nccl", call.name, self.entered - self.transfers if call.peers is None else 0)
+
+    def _fields(self, call: str) -> LogFields:
+        return self._health.log_fields(call, "nccl")
+
+    def _warn(self, call: str, what: object) -> None:
+        logger.warning("%s: %s", self._health.where(call), what, extra=self._fields(call))
 
     def settle(self, function: str, status: int) -> None:
         """Finish a call that returned a nonzero `status`: wait while NCCL works in the background, or raise."""
@@ -333,7 +340,7 @@ class NcclConnection:
                     self._look()
                 except CommError as error:
                     # The failure breaks the group, so the next call raises it.
-                    logger.warning("%s", error)
+                    logger.warning("%s", error, extra=self._fields(self.call.name))
                     # A group that is closing reports no failure: a failure record would end the peers' calls in flight.
                     if not self._health.is_broken and not self._health.is_closed:
                         self._health.fail(error)
@@ -426,7 +433,7 @@ class NcclConnection:
         if ended.is_set():
             keeper.join(ABORT_S)
         else:
-            logger.warning("%s: NCCL has not freed its communicator yet", self._health.where("destroy"))
+            self._warn("destroy", "NCCL has not freed its communicator yet")
         self._keeper = None
 
     def _end(self) -> None:
@@ -448,9 +455,9 @@ class NcclConnection:
                     self._free_window(is_used=False)
                     return
             if not self._aborting:
-                logger.warning("%s: not flushed within %.0f s", self._health.where("destroy"), FLUSH_S)
+                self._warn("destroy", f"not flushed within {FLUSH_S:.0f} s")
         except CommError as error:
-            logger.warning("%s: %s", self._health.where("destroy"), error)
+            self._warn("destroy", error)
         finally:
             self._is_inside = False
         self._aborting = True
@@ -501,7 +508,7 @@ class NcclConnection:
         try:
             self.library.call(function, comm)
         except NcclError as error:
-            logger.warning("%s: %s", self._health.where("destroy"), error)
+            self._warn("destroy", error)
 
 
 class _Polled:

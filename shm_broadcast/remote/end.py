@@ -19,6 +19,7 @@ from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import fork_count, this_process
 from shm_broadcast.remote.news import News
 from shm_broadcast.remote.wire import Context
+from shm_broadcast.reports.log_fields import LogFields, log_fields
 from shm_broadcast.settings import BroadcastSettings
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class RemoteEnd(ABC):
     def __init__(self, name: str, settings: BroadcastSettings) -> None:
         """Prepare the thread; the subclass starts it."""
         self.name = name
+        # What every log record of this end says; who knows the rank or the owner adds it.
+        self.fields: LogFields = log_fields(queue=name)
         self._settings = settings
         self.warns = True
         self._forks = fork_count()
@@ -89,6 +92,11 @@ class RemoteEnd(ABC):
     def _where(self, call: str) -> str:
         return f"{call} on queue {self.name!r} ({self.role}, message #{self.messages + 1})"
 
+    def log_fields(self, call: str) -> LogFields:
+        """Return the fields of a log record on `call`."""
+        # A copy: the owner may add to it while a record is made, in another thread.
+        return {**self.fields, "comm_call": call}
+
     def _wait(
         self,
         call: str,
@@ -117,7 +125,11 @@ class RemoteEnd(ABC):
             if timeout_s is not None and now - start >= timeout_s:
                 self._raise_late(call, timeout_s, *missing())
             if self.warns and now >= warn_at:
-                logger.warning("%s: waiting for %.0f s: %s", self._where(call), now - start, missing()[0])
+                logger.warning(
+                    "%s: waiting for %.0f s: %s",
+                    *(self._where(call), now - start, missing()[0]),
+                    extra=self.log_fields(call),
+                )
                 warn_at = now + self._settings.warn_after_s
             self._sleep(news, (warn_at if timeout_s is None else min(warn_at, start + timeout_s)) - now)
             now, news = time.monotonic(), self._news.next

@@ -17,7 +17,7 @@ from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.liveness import ProcessIdentity
 from shm_broadcast.remote.wire import Record, parts_of
-from shm_broadcast.statistics import ReaderStatistics
+from shm_broadcast.reports.statistics import ReaderStatistics
 
 # Bytes that a part counts beyond its frame, for the objects that hold it here and in zmq.
 PART_OVERHEAD: Final = 512

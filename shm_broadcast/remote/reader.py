@@ -33,8 +33,8 @@ from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import ProcessIdentity, fork_count
 from shm_broadcast.remote.reads import RemoteReads
 from shm_broadcast.remote.wire import Context, Kind, Record, connect, identity_of, new_context, pack, unpack
+from shm_broadcast.reports.statistics import QueueStatistics, ReaderStatistics
 from shm_broadcast.settings import BroadcastSettings
-from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 
 # Records that the thread receives before it releases the lock, so that a reading call does not wait long.
 _BATCH: Final = 256
@@ -69,6 +69,7 @@ class RemoteReader(RemoteReads):
         super().__init__(name, settings, endpoint)
         self.rank = rank
         self.role: str = f"reader, rank {rank}"
+        self.fields["comm_rank"] = rank
         self._writer = writer
         self._writer_process: ProcessIdentity | None = None  # known after WELCOME
         self._incarnation = secrets.randbits(63)

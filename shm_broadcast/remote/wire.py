@@ -33,6 +33,7 @@ from shm_broadcast.descriptors import check_spare
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys, RemoteSettings, bind_host
 from shm_broadcast.errors import CapabilityError, DecodeError, UsageError
 from shm_broadcast.liveness import ProcessIdentity
+from shm_broadcast.reports.log_fields import LogFields
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -247,14 +248,16 @@ def connect(context: Context, keys: RemoteKeys, endpoint: RemoteEndpoint) -> tup
 class Gatekeeper:
     """Decides during the handshake, before any record is read, which connections libzmq admits."""
 
-    def __init__(self, context: Context, ranks: Mapping[bytes, int]) -> None:
+    def __init__(self, context: Context, ranks: Mapping[bytes, int], fields: LogFields) -> None:
         """Become the context's authenticator.
 
         Args:
             context: The context to guard; create its other sockets afterwards.
             ranks: The readers' ranks by public key.
+            fields: What the log records say of the queue; its owner may add to it.
         """
         self._ranks = dict(ranks)
+        self._fields = fields
         self.refused: int = 0
         self.socket: Socket = context.socket(zmq.REP)
         self.socket.bind(_ZAP_ADDRESS)
@@ -289,4 +292,5 @@ class Gatekeeper:
                 "refused a connection from %s, whose key belongs to no reader (%d so far)",
                 address.decode("ascii", "replace"),
                 self.refused,
+                extra=self._fields.copy(),
             )

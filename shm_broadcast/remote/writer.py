@@ -27,8 +27,8 @@ from shm_broadcast.liveness import fork_count
 from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.ledger import Ledger, Link, Part
 from shm_broadcast.remote.wire import Gatekeeper, Kind, Record, identity_of, listen, new_context, pack, unpack
+from shm_broadcast.reports.statistics import QueueStatistics
 from shm_broadcast.settings import BroadcastSettings
-from shm_broadcast.statistics import QueueStatistics
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ class RemoteWriter(RemoteEnd):
         self._wake = new_eventfd()
         try:
             self._context = new_context(min(len(readers), _MOST_IO_THREADS))
-            self._gatekeeper = Gatekeeper(self._context, {key: rank for rank, key in readers.items()})
+            ranks = {key: rank for rank, key in readers.items()}
+            self._gatekeeper = Gatekeeper(self._context, ranks, self.fields)
             try:
                 self._router, port = listen(self._context, keys, *place, remote)
             except BaseException:
@@ -338,7 +339,8 @@ class RemoteWriter(RemoteEnd):
     def _lose(self, link: Link) -> None:
         link.is_lost = True
         self._gatekeeper.expel(link.rank)
-        logger.warning("queue %r: lost reader %s", self.name, self._ledger.describe([link]))
+        who = self._ledger.describe([link])
+        logger.warning("queue %r: lost reader %s", self.name, who, extra=self.fields.copy())
         self._news.tell()
 
     def _beat(self) -> None:
@@ -389,7 +391,9 @@ class RemoteWriter(RemoteEnd):
                 link = self._ledger.links[int(frames[-1].get("User-Id"))]
                 self._hear(link, frames[0].bytes, unpack(frames[-1]))
             except DecodeError as error:
-                logger.warning("queue %r: dropped a reader's record: %s", self.name, error)
+                logger.warning(
+                    "queue %r: dropped a reader's record: %s", self.name, error, extra=self.fields.copy()
+                )
 
     def _hear(self, link: Link, route: bytes, record: Record) -> None:
         link.heard_at = time.monotonic()

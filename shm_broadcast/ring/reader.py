@@ -51,6 +51,7 @@ class RingReader(RingEnd):
         super().__init__(name, segment, ranks, watch, settings)
         self.rank: int = ranks[index]
         self.role: str = f"reader, rank {self.rank}"
+        self.fields["comm_rank"] = self.rank
         self._index = index
         self._writer = writer
         self._looked_ns = 0

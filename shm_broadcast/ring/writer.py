@@ -28,9 +28,10 @@ from shm_broadcast.errors import (
 from shm_broadcast.guard import QueueGuard
 from shm_broadcast.layout import LINE, ReaderState, record_bytes
 from shm_broadcast.liveness import PeerWatch, fork_count
+from shm_broadcast.reports.log_fields import LogFields, log_fields
+from shm_broadcast.reports.statistics import QueueStatistics, ReaderStatistics
 from shm_broadcast.segment import Segment
 from shm_broadcast.settings import BroadcastSettings
-from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 from shm_broadcast.status.page import own_page
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ class RingEnd(ABC):
         self._settings = settings
         self.warns = True
         self.guard: QueueGuard | None = None
+        # What every log record of this end says; who knows the rank or the owner adds it.
+        self.fields: LogFields = log_fields(queue=name)
         self._closing = False
         # Held by the thread that closes this end. A signal handler on that thread may close it in between.
         self._closer = threading.RLock()
@@ -102,6 +105,11 @@ class RingEnd(ABC):
 
     def _where(self, call: str) -> str:
         return f"{call} on queue {self.name!r} ({self.role}, message #{self.endpoint.messages + 1})"
+
+    def log_fields(self, call: str) -> LogFields:
+        """Return the fields of a log record on `call`."""
+        # A copy: the owner may add to it while a record is made, in another thread.
+        return {**self.fields, "comm_call": call}
 
     def check(self, call: str) -> None:
         """Raise an error unless this process can use this endpoint now."""
@@ -141,7 +149,11 @@ class RingEnd(ABC):
             if self.warns and waited_s >= self._warns_s:
                 self._warns_s += self._settings.warn_after_s
                 missing = self._missing(detail)
-                logger.warning("%s: waiting for %.0f s: %s", self._where(call), waited_s, missing)
+                logger.warning(
+                    "%s: waiting for %.0f s: %s",
+                    *(self._where(call), waited_s, missing),
+                    extra=self.log_fields(call),
+                )
         elif reason == _core.LOOK_LATE:
             timeout_ns, nbytes = detail
             self._raise_late(call, timeout_ns / 1e9, nbytes)
@@ -236,7 +248,7 @@ class RingEnd(ABC):
             _core.ring_end(memory, who)
         except _core.MappingError as error:
             # The ring was overwritten. The other end learns of it when this process ends, or from its own errors.
-            logger.warning("%s: %s", self._where("close"), str(error))
+            logger.warning("%s: %s", self._where("close"), str(error), extra=self.log_fields("close"))
 
     def _close(self, who: int) -> None:
         """Leave the ring as `who` and wake waiting calls. The mapping goes when they and all views of it have ended.

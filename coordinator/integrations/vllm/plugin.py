@@ -17,6 +17,7 @@ from coordinator.integrations.vllm.group import STATE, VllmGroupCoordinator
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
 from shm_broadcast.codec import register_package
 from shm_broadcast.errors import ClosedError, UsageError
+from shm_broadcast.reports.log_fields import log_fields
 
 _QUEUES: Final = "vllm.distributed.device_communicators.shm_broadcast"
 _EXECUTOR: Final = "vllm.v1.executor.multiproc_executor"
@@ -206,7 +207,8 @@ def _answering(stock: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         except ClosedError:
             raise
         except UsageError as error:
-            logger.exception("group_coordinator: an output cannot be carried")
+            fields = log_fields(rank=getattr(worker, "rank", None), call="enqueue")
+            logger.exception("group_coordinator: an output cannot be carried", extra=fields)
             # vLLM sends the text of an exception, as a failure of the call.
             stock(worker, RuntimeError(str(error)))
 

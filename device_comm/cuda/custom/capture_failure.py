@@ -54,6 +54,7 @@ def tell_failure(inputs: GraphInputs, health: GroupHealth, error: Exception, tim
         logger.warning(
             "%s: the other ranks could not be told within %.1f s that %s (%s)",
             *(health.where(_WHAT), within_s, text, trouble),
+            extra=health.log_fields(_WHAT),
         )
         if not health.is_broken:
             health.fail(error, _WHAT, record)
@@ -70,4 +71,4 @@ def _tell(inputs: GraphInputs, health: GroupHealth, text: str) -> None:
             return
         except DisagreementError as error:
             # A rank was in another call inside of its capture, which has raised too, so it may come to the end now.
-            logger.info("%s: %s", health.where(_WHAT), error)
+            logger.info("%s: %s", health.where(_WHAT), error, extra=health.log_fields(_WHAT))

@@ -84,7 +84,7 @@ class KernelCalls:
         try:
             self.restore_stream(stream)
         except CommError as error:
-            logger.warning("%s: %s", self._health.where("graph_capture"), error)
+            self._note("graph_capture", error)
 
     def _ordered(self, stream: int, operation: str) -> None:
         """Order a call behind those on other streams."""
@@ -212,4 +212,7 @@ class KernelCalls:
             finally:
                 driver.event_destroy(event)
         except CommError as error:
-            logger.warning("%s: %s", self._health.where("destroy"), error)
+            self._note("destroy", error)
+
+    def _note(self, call: str, error: CommError) -> None:
+        logger.warning("%s: %s", self._health.where(call), error, extra=self._health.log_fields(call))

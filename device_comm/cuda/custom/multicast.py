@@ -172,7 +172,8 @@ class MulticastMemory:
                 f"{self.nbytes} bytes stay allocated until this process ends: a peer may store into them"
             )
         if trouble:
-            logger.warning("teardown of multicast memory: %s", "; ".join(trouble))
+            fields = self._peers.fields
+            logger.warning("teardown of multicast memory: %s", "; ".join(trouble), extra=fields)
 
     def _free(self, trouble: list[str]) -> None:
         driver = self._driver

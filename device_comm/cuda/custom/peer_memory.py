@@ -113,7 +113,7 @@ class PeerMemory:
             memory._agree(nbytes, kinds, timeout_s)
         except BaseException:
             # Without a barrier: either no peer has mapped our memory any more, or a rank is lost.
-            release_when_idle(driver, _WHERE, lambda _is_awaited: memory.close(None))
+            release_when_idle(driver, _WHERE, peers.fields, lambda _is_awaited: memory.close(None))
             raise
         return memory
 
@@ -194,7 +194,7 @@ class PeerMemory:
             made = self._separated()
             # A rank may free its memory only after all ranks have unmapped it.
             release_together(
-                *(self._driver, _WHERE, self._peers),
+                *(self._driver, _WHERE, self._peers.fields, self._peers),
                 lambda is_together: made.close(self._peers.meet if is_together else None),
             )
         return failure
@@ -343,7 +343,9 @@ class PeerMemory:
             if self.kind == "vmm" or others <= set(self._gone()):
                 self._is_exposed = False
             self._free_own(trouble)
-        _report(trouble)
+        if trouble:
+            fields = self._peers.fields
+            logger.warning("teardown of peer memory: %s", "; ".join(trouble), extra=fields)
 
     def _close_peers(self, trouble: list[str]) -> None:
         """Unmap all memory of the peers; add the errors to `trouble`."""
@@ -378,8 +380,3 @@ def attempt(trouble: list[str], step: Callable[..., object], *arguments: object)
         trouble.append(str(error))
         return False
     return True
-
-
-def _report(trouble: Sequence[str]) -> None:
-    if trouble:
-        logger.warning("teardown of peer memory: %s", "; ".join(trouble))

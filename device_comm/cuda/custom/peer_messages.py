@@ -14,6 +14,7 @@ import msgspec
 from device_comm.cuda.driver import IPC_HANDLE_BYTES
 from shm_broadcast.errors import DecodeError, DisagreementError
 from shm_broadcast.liveness import ProcessIdentity
+from shm_broadcast.reports.log_fields import LogFields, log_fields
 
 __all__ = ["BufferRecord", "Exchange", "Kind", "OfferMessage", "PeerExchange", "RegionMessage", "Remark"]
 
@@ -114,12 +115,20 @@ class PeerExchange:
     Attributes:
         rank: This rank in the group.
         ranks: Global ranks, in group order.
+        fields: The fields of a log record on the group.
     """
 
-    def __init__(self, exchange: Exchange, rank_in_group: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        rank_in_group: int,
+        ranks: Sequence[int],
+        fields: LogFields | None = None,
+    ) -> None:
         """Exchange nothing yet."""
         self.rank: int = rank_in_group
         self.ranks: tuple[int, ...] = tuple(ranks)
+        self.fields: LogFields = log_fields(rank=self.ranks[rank_in_group]) if fields is None else fields
         self._exchange = exchange
 
     def gather(self, message: _Message) -> list[_Message]:

@@ -13,6 +13,7 @@ from typing import Final
 from device_comm.cuda.custom.peer_messages import PeerExchange
 from device_comm.cuda.driver import Driver
 from shm_broadcast.errors import CommError, CudaError
+from shm_broadcast.reports.log_fields import LogFields
 
 __all__ = ["CAPTURE_ERRORS", "release_together", "release_when_idle"]
 
@@ -25,7 +26,7 @@ CAPTURE_ERRORS: Final = range(900, 909)
 IDLE_S: Final = 1.0
 
 
-def release_when_idle(driver: Driver, where: str, release: Callable[[bool], None]) -> None:
+def release_when_idle(driver: Driver, where: str, fields: LogFields, release: Callable[[bool], None]) -> None:
     """Call `release` once everything is done that this process has queued on the device so far.
 
     *Blocks* for `IDLE_S` at most, apart from `release` itself. If the device takes longer, a thread calls `release`
@@ -35,15 +36,16 @@ def release_when_idle(driver: Driver, where: str, release: Callable[[bool], None
     Args:
         driver: The device. It stays open until `release` closes it.
         where: The beginning of a log record.
+        fields: The fields of a log record.
         release: Frees the memory and raises nothing. Gets whether the caller still waits for it.
     """
-    waiting = _Waiting(driver, where, release)
+    waiting = _Waiting(driver, where, fields, release)
     waiting.start()
     waiting.leave(waiting.is_idle_in_time())
 
 
 def release_together(
-    driver: Driver, where: str, peers: PeerExchange, release: Callable[[bool], None]
+    driver: Driver, where: str, fields: LogFields, peers: PeerExchange, release: Callable[[bool], None]
 ) -> None:
     """Do as `release_when_idle`, where `release` unmaps memory of peers who unmap that of this rank meanwhile.
 
@@ -54,7 +56,7 @@ def release_together(
     Raises:
         Others: As the exchange. `release` is called nevertheless, and must wait for no other rank then.
     """
-    waiting = _Waiting(driver, where, release)
+    waiting = _Waiting(driver, where, fields, release)
     waiting.start()
     is_together = False
     try:
@@ -67,9 +69,12 @@ def release_together(
 class _Waiting:
     """The wait for an idle device, by a thread, and the decision who releases."""
 
-    def __init__(self, driver: Driver, where: str, release: Callable[[bool], None]) -> None:
+    def __init__(
+        self, driver: Driver, where: str, fields: LogFields, release: Callable[[bool], None]
+    ) -> None:
         self._driver = driver
         self._where = where
+        self._fields = fields
         self._release = release
         self._ended = threading.Event()
         self._is_idle = False
@@ -97,17 +102,19 @@ class _Waiting:
             try:
                 self._driver.relax_capture()
             except CommError as error:
-                logger.warning("%s: %s", self._where, error)
+                logger.warning("%s: %s", self._where, error, extra=self._fields)
             self._release(False)
 
     def _wait(self) -> bool:
         try:
             self._driver.context_synchronize()
         except CudaError as error:
-            logger.warning("%s: %s", self._where, error)
+            logger.warning("%s: %s", self._where, error, extra=self._fields)
             if error.code in CAPTURE_ERRORS:
                 logger.warning(
-                    "%s: a capture hides what is done; memory stays until the process ends", self._where
+                    "%s: a capture hides what is done; memory stays until the process ends",
+                    self._where,
+                    extra=self._fields,
                 )
                 return False
             # The device has failed, and no kernel runs any more.
@@ -128,6 +135,7 @@ class _Waiting:
                 "may have open by CUDA IPC",
                 self._where,
                 IDLE_S,
+                extra=self._fields,
             )
         elif self._is_idle:
             self._release(is_together)

@@ -198,7 +198,9 @@ class CustomResources:
             capacity = msgspec.structs.replace(self.facts.capacity, multimem_two_shot=0, multimem_one_shot=0)
             self.facts = msgspec.structs.replace(self.facts, has_multicast=False, capacity=capacity)
         if why:
-            logger.warning("%s: no multimem: %s", self._health.where("custom all-reduce"), why)
+            call = "custom all-reduce"
+            fields = self._health.log_fields(call)
+            logger.warning("%s: no multimem: %s", self._health.where(call), why, extra=fields)
 
     def _initialise(self, context: CustomContext, layout: WorkspaceLayout) -> None:
         memory, driver, rank = self._memory, self._driver, context.peers.rank
@@ -297,17 +299,20 @@ class CustomResources:
             if then is not None:
                 then()
 
-        release_when_idle(self._driver, self._health.where("destroy"), release)
+        where, fields = self._health.where("destroy"), self._health.log_fields("destroy")
+        release_when_idle(self._driver, where, fields, release)
 
     def _give_up(self, peers: PeerExchange | None) -> None:
         """Free what `create` has made and no kernel has used. Collective with `peers`; without, a rank was lost."""
         self.stop()
-        where = self._health.where(self.purpose)
+        where, fields = self._health.where(self.purpose), self._health.log_fields(self.purpose)
         if peers is None:
-            release_when_idle(self._driver, where, lambda _is_awaited: self._free(None, is_quiet=True))
+            release_when_idle(
+                self._driver, where, fields, lambda _is_awaited: self._free(None, is_quiet=True)
+            )
         else:
             release_together(
-                *(self._driver, where, peers),
+                *(self._driver, where, fields, peers),
                 lambda is_together: self._free(peers.meet if is_together else None, is_quiet=True),
             )
 
@@ -320,4 +325,5 @@ class CustomResources:
         while self._undo:
             attempt(trouble, self._undo.pop())
         if trouble:
-            logger.warning("%s: %s", self._health.where("destroy"), "; ".join(trouble))
+            fields = self._health.log_fields("destroy")
+            logger.warning("%s: %s", self._health.where("destroy"), "; ".join(trouble), extra=fields)

@@ -20,6 +20,7 @@ from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import ClosedError, CommTimeoutError, GroupBrokenError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.remote.wire import Kind, pack, unpack
+from shm_broadcast.reports.log_fields import LogFields
 from tests.harness import RankPool, run_ranks
 from tests.queue_ranks import DEADLINE_S, Marks, blob, ended_with
 from tests.queues import background
@@ -285,6 +286,10 @@ class Owner:
     def __init__(self, reader: QueueReader) -> None:
         self._reader = reader
         self.told: list[str] = []
+
+    def log_fields(self) -> LogFields:
+        """Say nothing."""
+        return {}
 
     def look(self, call: str) -> None:
         """Do nothing."""

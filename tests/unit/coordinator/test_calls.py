@@ -14,6 +14,7 @@ from device_comm.async_calls import CallHandle
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, GroupBrokenError, PeerLostError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
+from tests.log_records import fields_of
 
 CPU = torch.device("cpu")
 
@@ -142,3 +143,5 @@ def test_every_refusal_is_noted_in_one_place(calls: Calls, caplog: pytest.LogCap
         handle.wait()
     refused = [record.getMessage().split(" ")[0] for record in caplog.records]
     assert refused == ["all_reduce", "send_object", "all_gather"]
+    fields = [fields_of(record) for record in caplog.records]
+    assert fields == [{"group": "calls:0", "rank": 0, "call": name} for name in refused]

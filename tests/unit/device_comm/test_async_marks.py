@@ -14,6 +14,7 @@ from device_comm.derived_reductions import premul_sum
 from device_comm.health import GroupHealth, StatusStore
 from shm_broadcast.liveness import PeerWatch
 from tests.channels import QuietStore, QuietWatch
+from tests.log_records import fields_of
 
 
 class Device:
@@ -145,6 +146,8 @@ def test_a_future_that_the_application_completed_is_left_alone(caplog: pytest.Lo
     handle.finish()
     assert (future.wait(), handle.wait()) == ("the application's", "sum")
     assert "completed its future already" in caplog.text
+    (record,) = caplog.records
+    assert fields_of(record) == {"group": line._health.name, "rank": 0, "call": "all_reduce"}
 
 
 class TorchStreams:

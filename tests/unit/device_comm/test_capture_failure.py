@@ -12,6 +12,8 @@ from device_comm.cuda.custom import capture_failure
 from device_comm.cuda.custom.capture_failure import tell_failure
 from device_comm.health import FailureRecord
 from shm_broadcast.errors import CapabilityError, DecodeError, DisagreementError
+from shm_broadcast.reports.log_fields import LogFields, log_fields
+from tests.log_records import fields_of
 
 
 class Health:
@@ -29,6 +31,9 @@ class Health:
 
     def where(self, operation: str) -> str:
         return f"{operation} on 'tp:0'"
+
+    def log_fields(self, call: str) -> LogFields:
+        return log_fields(group="tp:0", rank=self.rank, call=call)
 
     def fail(self, error: BaseException, what: str, failure_record: FailureRecord) -> None:
         self.failures.append((error, what, failure_record))
@@ -82,6 +87,7 @@ def test_ranks_that_could_not_be_told_lose_their_group(
     assert (record.kind, record.ranks, record.by) == ("interrupted", (5,), 5)
     assert record.detail == "5 (its graph capture has failed: RuntimeError: no memory)"
     assert str(trouble) in caplog.text
+    assert fields_of(caplog.records[0]) == {"group": "tp:0", "rank": 5, "call": "graph_capture"}
 
 
 def test_ranks_that_do_not_come_lose_their_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from tests.fake_cuda import FakeDriver
 def test_a_captured_call_is_not_marked(tmp_path: Path) -> None:
     """It runs in each replay. The mark stays behind the calls that are queued, which still have their deadline."""
     driver = FakeDriver(tmp_path, 0)
-    progress = EventProgress(lambda: driver)
+    progress = EventProgress(lambda: driver, {})
     assert progress.is_done()
     driver.unfinished = 1 << driver.queue(7, "sum")
     progress.mark(7)

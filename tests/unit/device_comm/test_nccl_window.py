@@ -16,6 +16,7 @@ from device_comm.nccl.dtypes import DATA_TYPES
 from device_comm.nccl.library import WINDOW_FUNCTIONS, NcclLibrary
 from device_comm.nccl.window import Window, Wish, fits, obstacle_of
 from shm_broadcast.errors import ClosedError
+from tests.log_records import fields_of
 from tests.nccl_ranks import FakeProgress
 from tests.queues import background
 from tests.unit.device_comm.test_nccl_connection import (
@@ -128,6 +129,8 @@ def test_an_abort_beneath_queued_work_leaves_the_window_to_it(
     connection.close()
     assert library.ends() == ["ncclCommAbort", *(["ncclMemFree"] if ends else [])]
     assert ends or "stays until the process ends" in caplog.text
+    fields = {"group": "tp:0", "rank": 0, "call": "destroy", "algorithm": "nccl"}
+    assert [fields_of(record) for record in caplog.records] == [fields] * (1 if ends else 2)
 
 
 def test_memory_is_kept_while_a_thread_registers_it() -> None:

@@ -11,6 +11,7 @@ from device_comm.cuda.custom.peer_memory import PeerMemory
 from device_comm.cuda.custom.peer_messages import PeerExchange
 from device_comm.cuda.custom.release import release_together
 from tests.fake_cuda import FakeDriver, violations
+from tests.log_records import fields_of
 from tests.queues import background
 from tests.waiting import wait_until
 
@@ -32,7 +33,7 @@ class Region:
 
     def release(self) -> None:
         """Release it together with the other rank."""
-        release_together(self.driver, "a step", self.peers, self.close)
+        release_together(self.driver, "a step", self.peers.fields, self.peers, self.close)
 
     def close(self, is_together: bool) -> None:
         """Do what is done once the device is idle."""
@@ -54,6 +55,7 @@ def test_on_a_busy_device_the_memory_is_kept_until_the_process_ends(
         assert (region.released, caplog.messages) == ([], [BUSY])
     wait_until(lambda: region.released == [False], "the thread", 10.0)
     assert caplog.messages == [BUSY, KEPT]
+    assert [fields_of(record) for record in caplog.records] == [{"rank": 0}] * 2
     (left,) = region.driver.leaks()
     assert left.startswith("memory memory-")
     assert left.endswith("of 2048 bytes")

@@ -15,6 +15,7 @@ import pytest
 
 from shm_broadcast.errors import ClosedError, GroupBrokenError, InternalError
 from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.reports.log_fields import LogFields
 from shm_broadcast.ring.signal import _end_all
 from tests.queues import queue
 from tests.waiting import wait_until
@@ -158,6 +159,10 @@ def test_the_thread_outlives_an_error_of_its_look_for_the_writer() -> None:
 
 class Failed:
     """The guard of an owner that has failed."""
+
+    def log_fields(self) -> LogFields:
+        """Say nothing."""
+        return {}
 
     def look(self, call: str) -> None:
         """Raise."""

@@ -1,6 +1,5 @@
 """CudaCommunicator over real processes, with a driver that needs no GPU, our kernels from g++ and a stub of NCCL."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.cuda_worlds import STREAM, cuda_world
 from tests.custom_ranks import policy_file
 from tests.fake_cuda import FakeFaults, fake_devices
 from tests.harness import RankPool, run_ranks
+from tests.log_records import fields_of, records_of
 from tests.multiproc.device_comm.test_expert_exchange import ARENA, Tokens, it_combine, sent_by
 from tests.nccl_ranks import HostStreams, stub_of
 from tests.waiting import wait_until
@@ -381,23 +381,17 @@ def one_rank_lacks(rank: int, world_size: int, directory: Path, native: str, fau
         "no export": FakeFaults(ipc=False, vmm=False),
         "no memory": FakeFaults(memory_bytes=1 << 12),
     }
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("device_comm.cuda.communicator")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with records_of("device_comm.cuda.communicator") as records:
         faults = broken[fault] if rank == 1 else None
-        with cuda_world(rank, world_size, directory, native, faults) as (_, it, _driver):
+        with cuda_world(rank, world_size, directory, native, faults) as (group, it, _driver):
             for _ in range(3):
                 assert it.all_reduce(torch.ones(64))[0] == 2.0
             path = it.path("all_reduce", 256, torch.float32)
             assert path.algorithm == "nccl"
             assert stub_of(it.library) is not None
-            return [path.reason, *lines]
-    finally:
-        logger.removeHandler(handler)
+            fields = {"group": group.unique_name, "rank": rank, "call": "all_reduce", "algorithm": "nccl"}
+            assert [fields_of(record) for record in records] == [fields]
+            return [path.reason, *[record.getMessage() for record in records]]
 
 
 @pytest.mark.guarantee("D58")

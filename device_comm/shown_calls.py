@@ -52,7 +52,8 @@ class ShownCalls:
         """Return `wait()`, and show meanwhile that this rank waits for the global ranks `pending`.
 
         A collective has the lane of its plane; shared memory shows its waits itself. A call between two ranks is
-        shown only if it waits. What has come is not lost if a signal handler raises behind the wait: whoever waits keeps it.
+        shown only if it waits. What has come is not lost if a signal handler raises behind the wait: whoever waits
+        keeps it.
         """
         if call.number:
             lane = self._lanes.get(call.plane)

@@ -95,8 +95,7 @@ class Segment:
 
     def _check_sealed(self, later_bytes: int) -> None:
         """Raise `DecodeError` unless nobody can change the size, which is that of the mapping and the tail."""
-        sealed = fcntl.fcntl(self.descriptor, _F_GET_SEALS) & _SEALS == _SEALS
-        if not sealed or os.fstat(self.descriptor).st_size != self.nbytes + later_bytes:
+        if not is_sealed(self.descriptor) or os.fstat(self.descriptor).st_size != self.nbytes + later_bytes:
             raise DecodeError(f"the descriptor received is not a sealed segment of {self.nbytes} bytes")
 
     @classmethod
@@ -193,6 +192,14 @@ class Segment:
         descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Return whether nobody can change the size of a memfd, so that no access to a mapping raises SIGBUS."""
+    try:
+        return fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # no memfd
+        return False
 
 
 def _create_memfd(name: str) -> int:

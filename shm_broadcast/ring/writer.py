@@ -307,6 +307,7 @@ class RingWriter(RingEnd):
         """Write into a formatted segment; see `RingEnd`."""
         super().__init__(name, segment, ranks, watch, settings)
         self.endpoint = _core.WriteEndpoint(self._memory, codec.describe, settings.wait, self.look_around)
+        self._show(-1)
 
     @property
     def messages(self) -> int:

@@ -351,6 +351,10 @@ def fill(writer: QueueWriter) -> None:
 class FailedOwner:
     """Stand for the owner of a writer, whose failure is why the readers have left."""
 
+    def log_fields(self) -> LogFields:
+        """Name nothing."""
+        return {}
+
     def look(self, call: str) -> None:
         """Say so."""
         self.ended(call)

@@ -1,0 +1,243 @@
+"""Decode the copy of a status page. Nothing in it is trusted: what makes no sense is an error, and never a crash."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from coordinator.diagnosis.model import Counters, Group, Lane, Page, Queue, Record
+from shm_broadcast.errors import DecodeError
+from shm_broadcast.status.kinds import ALGORITHMS, KINDS
+from shm_broadcast.status.layout import (
+    MAGIC,
+    NOBODY,
+    PAGE_BYTES,
+    TABLES,
+    VERSION,
+    GroupState,
+    LaneState,
+    Outcome,
+)
+
+__all__ = ["decode_page"]
+
+_FORMS: Final = {name: table.form for name, table in TABLES.items()}
+_NO_ROOT: Final = (NOBODY, 0xFFFFFFFF)
+_ROOTLESS: Final = frozenset(
+    {"barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "recv_any", "other"}
+)
+
+
+def decode_page(copy: bytes) -> Page:
+    """Return what a page says.
+
+    Args:
+        copy: What `_core.status_copy` has returned, or the bytes of a file with the same layout.
+
+    Raises:
+        DecodeError: It is no page of this version, or holds values that cannot be.
+    """
+    if len(copy) != PAGE_BYTES:
+        raise DecodeError(f"a status page has {PAGE_BYTES} bytes, this has {len(copy)}")
+    (header,) = _rows(copy, "header")
+    if header["magic"] != MAGIC:
+        raise DecodeError("this is no status page: it does not begin with !GCSTAT1")
+    if header["version"] != VERSION:
+        raise DecodeError(
+            f"the status page has version {header['version']}, and this release reads version {VERSION}: "
+            "use the release of the process that wrote it"
+        )
+    clock = _Clock(header["ticks"], header["monotonic_ns"], header["rate"])
+    counters = _counters(copy)
+    lanes = list(_rows(copy, "lanes"))
+    groups = _groups(copy, lanes, counters, clock)
+    return Page(
+        pid=header["pid"],
+        start_ticks=header["start_ticks"],
+        pid_namespace=header["pid_namespace"],
+        time_namespace=header["time_namespace"],
+        boot_id=_text(header["boot_id"]),
+        hostname=_text(header["hostname"]),
+        rank=header["rank"] if header["rank"] >= 0 else None,
+        world_size=header["world_size"],
+        stack_signal=header["stack_signal"],
+        refused=header["refused"],
+        created_ns=header["monotonic_ns"],
+        realtime_ns=header["realtime_ns"],
+        calls=header["records"],
+        groups=tuple(sorted(groups.values(), key=lambda group: group.created_ns)),
+        queues=tuple(
+            Queue(_text(row["name"]), row["inode"], row["offset"], row["reader"], row["descriptor"])
+            for row in _rows(copy, "queues")
+            if row["state"]
+        ),
+        records=tuple(_records(copy, lanes, groups, clock)),
+    )
+
+
+class _Clock(NamedTuple):
+    """The page's clock."""
+
+    ticks: int
+    monotonic_ns: int
+    rate: int
+
+    def ns(self, ticks: int) -> int:
+        """Return a time of the clock on CLOCK_MONOTONIC; 0 stays 0."""
+        return self.monotonic_ns + ((ticks - self.ticks) * self.rate >> 32) if ticks else 0
+
+
+def _rows(copy: bytes, name: str) -> list[dict[str, Any]]:
+    """Return the rows of a table. A list of numbers is a tuple."""
+    table, form = TABLES[name], _FORMS[name]
+    rows = []
+    for place in range(table.number):
+        words = iter(form.unpack_from(copy, table.offset + place * table.nbytes))
+        row: dict[str, Any] = {}
+        for word, field in table.fields.items():
+            count = int(field.form[:-1]) if field.form[:-1] and field.form[-1] != "s" else 0
+            row[word] = tuple(next(words) for _ in range(count)) if count else next(words)
+        rows.append(row)
+    return rows
+
+
+def _text(data: bytes) -> str:
+    return data.partition(b"\0")[0].decode(errors="replace")
+
+
+def _name(kind: int) -> str:
+    return KINDS[kind] if kind < len(KINDS) else "other"
+
+
+def _code(kind: type[GroupState | LaneState | Outcome], value: int) -> str:
+    """Return the name of a code."""
+    try:
+        return kind(value).name.lower()
+    except ValueError:
+        raise DecodeError(f"the status page holds {kind.__name__} {value}, which there is none") from None
+
+
+def _algorithm(kind: int, lane: str) -> str:
+    return ALGORITHMS.get(kind, lane)
+
+
+def _root(kind: int, value: int) -> int | None:
+    return None if value in _NO_ROOT or _name(kind) in _ROOTLESS else value
+
+
+def _counters(copy: bytes) -> dict[int, list[dict[str, Any]]]:
+    """Return the rows of the counters by the place of their lane."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in _rows(copy, "counters"):
+        if row["lane"]:
+            found.setdefault(row["lane"] - 1, []).append(row)
+    return found
+
+
+def _groups(
+    copy: bytes, lanes: list[dict[str, Any]], counters: dict[int, list[dict[str, Any]]], clock: _Clock
+) -> dict[int, Group]:
+    """Return the groups by their place."""
+    found = {}
+    for place, row in enumerate(_rows(copy, "groups")):
+        if row["state"] == GroupState.FREE:
+            continue
+        if not 0 <= row["rank"] < max(row["world_size"], 1):
+            raise DecodeError(f"the status page says place {row['rank']} in a group of {row['world_size']}")
+        found[place] = Group(
+            name=_text(row["name"]),
+            state=_code(GroupState, row["state"]),
+            epoch=row["epoch"],
+            place=row["rank"],
+            world_size=row["world_size"],
+            ranks=row["ranks"][: row["world_size"]],
+            created_ns=row["created_ns"],
+            cause=_text(row["cause"]),
+            is_torn=row["sequence"] % 2 == 1,
+            lanes=tuple(
+                _lane(lane, counters.get(index, []), clock)
+                for index, lane in enumerate(lanes)
+                if lane["group"] == place + 1
+            ),
+        )
+    return found
+
+
+def _lane(row: dict[str, Any], counters: list[dict[str, Any]], clock: _Clock) -> Lane:
+    algorithm = _text(row["algorithm"])
+    return Lane(
+        plane=_text(row["plane"]),
+        algorithm=_algorithm(row["kind"], algorithm),
+        state=_code(LaneState, row["state"]),
+        call=_name(row["kind"]) if row["begin"] else "",
+        number=row["number"],
+        count=row["count"],
+        nbytes=row["nbytes"],
+        root=_root(row["kind"], row["root"]),
+        dtype=row["dtype"],
+        op=row["op"],
+        detail=row["detail"],
+        begin_ns=clock.ns(row["begin"]),
+        end_ns=clock.ns(row["end"]),
+        is_torn=row["sequence"] % 2 == 1 or row["call_sequence"] % 2 == 1,
+        counters=tuple(
+            Counters(
+                _name(each["kind"]),
+                _algorithm(each["kind"], algorithm),
+                *(each[word] for word in _COUNTED),
+            )
+            for each in counters
+        ),
+    )
+
+
+_COUNTED: Final = (
+    "calls",
+    "errors",
+    "nbytes",
+    "waited_ns",
+    "last",
+    "late_ns",
+    "sleeps",
+    "polled_ns",
+    "waits",
+)
+
+
+def _records(
+    copy: bytes, lanes: list[dict[str, Any]], groups: dict[int, Group], clock: _Clock
+) -> list[Record]:
+    """Return the calls that have ended, in order; not one that is being written, or whose group is shown no more."""
+    table, found = TABLES["records"], []
+    for place, row in enumerate(_rows(copy, "records")):
+        index = row["commit"]
+        if not index or (index - 1) % table.number != place or row["lane"] >= len(lanes):
+            continue
+        lane = lanes[row["lane"]]
+        group = groups.get(lane["group"] - 1)
+        begin_ns = clock.ns(row["begin"])
+        # A lane is used again by a later group when there is no other.
+        if group is None or begin_ns < group.created_ns:
+            continue
+        found.append(
+            Record(
+                index=index,
+                group=group.name,
+                epoch=group.epoch,
+                plane=_text(lane["plane"]),
+                algorithm=_algorithm(row["kind"], _text(lane["algorithm"])),
+                call=_name(row["kind"]),
+                number=row["number"],
+                count=row["count"],
+                dtype=row["dtype"],
+                op=row["op"],
+                root=_root(row["kind"], row["root"]),
+                detail=row["detail"],
+                begin_ns=begin_ns,
+                end_ns=clock.ns(row["end"]),
+                last=None if row["last"] == NOBODY else row["last"],
+                waited_ns=row["waited_ns"],
+                late_ns=row["late_ns"],
+                outcome=_code(Outcome, row["outcome"]),
+            )
+        )
+    return sorted(found, key=lambda record: record.index)

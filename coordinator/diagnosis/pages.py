@@ -1,0 +1,134 @@
+"""Find the status pages of this host's processes through `/proc`, and read them without their help.
+
+A page is a memfd, so every process that holds its descriptor shows it: its owner, and ranks that keep the pages of
+others so that these survive `kill -9`. What the kernel does not let this process read is counted and not shown.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from coordinator.diagnosis.decoding import decode_page
+from coordinator.diagnosis.model import Page
+from shm_broadcast import _core
+from shm_broadcast.errors import DecodeError
+from shm_broadcast.segment import is_sealed
+from shm_broadcast.status.layout import NAME, PAGE_BYTES
+
+__all__ = ["Found", "Search", "find_pages"]
+
+_LINK: Final = f"/memfd:{NAME}"
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A page, and where it was found.
+
+    Attributes:
+        page: What it says.
+        pid: Its owner as this process sees it; None if the owner has ended, or lives in another PID namespace.
+        holders: Processes in which it was found, as this process sees them.
+    """
+
+    page: Page
+    pid: int | None
+    holders: tuple[int, ...]
+
+
+class Search(msgspec.Struct, frozen=True):
+    """What a search has found.
+
+    Attributes:
+        found: The pages, in the order of their ranks.
+        refused: Processes whose descriptors this process may not read.
+        faults: What is wrong with pages that cannot be decoded, by holder.
+    """
+
+    found: tuple[Found, ...]
+    refused: tuple[int, ...]
+    faults: dict[int, str]
+
+
+def find_pages(pids: Iterable[int] | None = None) -> Search:
+    """Return the pages that the processes `pids` hold; by default those of all processes that this one may read."""
+    candidates = (
+        [int(name) for name in os.listdir("/proc") if name.isdecimal()] if pids is None else list(pids)
+    )
+    places: dict[tuple[int, int], list[tuple[int, Path]]] = {}
+    refused, faults = [], {}
+    for pid in sorted(candidates):
+        try:
+            for link in _links(pid):
+                status = link.stat()
+                places.setdefault((status.st_dev, status.st_ino), []).append((pid, link))
+        except PermissionError:
+            refused.append(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # the process has ended meanwhile
+    found = []
+    for held in places.values():
+        try:
+            page = _read(link for _, link in held)
+        except DecodeError as error:
+            faults[held[0][0]] = str(error)
+            continue
+        if page is not None:
+            holders = tuple(sorted({pid for pid, _ in held}))
+            found.append(Found(page, _owner(page, holders), holders))
+    found.sort(key=lambda each: (each.page.rank is None, each.page.rank or 0, each.page.pid))
+    return Search(tuple(found), tuple(refused), faults)
+
+
+def _links(pid: int) -> list[Path]:
+    """Return the entries of /proc/PID/fd that are status pages."""
+    folder = Path(f"/proc/{pid}/fd")
+    found = []
+    for name in os.listdir(folder):
+        link = folder / name
+        try:
+            if os.readlink(link).startswith(_LINK):
+                found.append(link)
+        except FileNotFoundError:
+            continue  # closed meanwhile
+    return found
+
+
+def _read(links: Iterable[Path]) -> Page | None:
+    """Return what the page says that all of `links` are; None if all of them have gone meanwhile.
+
+    Raises:
+        DecodeError: It is not sealed, so that an access might fail, or holds no page.
+    """
+    for link in links:
+        try:
+            descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        try:
+            if not is_sealed(descriptor) or os.fstat(descriptor).st_size != PAGE_BYTES:
+                raise DecodeError(f"{link} is not a sealed memfd of {PAGE_BYTES} bytes")
+            with mmap.mmap(descriptor, PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ) as memory:
+                return decode_page(_core.status_copy(memory))
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def _owner(page: Page, holders: Iterable[int]) -> int | None:
+    """Return the holder that is the page's process."""
+    for pid in holders:
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            inside = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        # The last number is the pid in the process's own namespace; see pid_namespaces(7).
+        own = next((line.split()[-1] for line in inside.splitlines() if line.startswith("NSpid:")), str(pid))
+        if int(own) == page.pid and int(status[19]) == page.start_ticks:
+            return pid
+    return None

@@ -18,7 +18,6 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from device_comm.shown_calls import ShownCalls
 from shm_broadcast.errors import (
     ClosedError,
     CommError,
@@ -32,6 +31,7 @@ from shm_broadcast.errors import (
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.reports.log_fields import LogFields, log_fields
+from shm_broadcast.status.shown_calls import ShownCalls
 
 # A waiting call checks signals, dead peers and `close` at this interval. Ctrl-C must interrupt within 0.2 s.
 SLICE_S: Final = 0.1
@@ -388,8 +388,7 @@ class GroupHealth:
         Raises:
             PeerLostError: At least one has ended.
         """
-        lost = self._gone()
-        if lost:
+        if lost := self._gone():
             raise self._record(operation, self._failure(operation, "lost", lost))
 
     def check_leavers(self, operation: Operation) -> None:
@@ -524,8 +523,7 @@ class GroupHealth:
         failure_record = self._status_store.failure_record()
         if failure_record is not None:
             return self._adopt(operation, failure_record)
-        lost = self._gone()
-        if lost:
+        if lost := self._gone():
             return self._record(operation, self._failure(operation, "lost", lost))
         left = tuple(rank for rank in self._status_store.left() if rank != self.rank)
         return self._record(operation, self._failure(operation, "left", left)) if left else None

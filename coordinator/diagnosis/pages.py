@@ -113,7 +113,9 @@ def _read(links: Iterable[Path]) -> Page | None:
             if not is_sealed(descriptor) or os.fstat(descriptor).st_size != PAGE_BYTES:
                 raise DecodeError(f"{link} is not a sealed memfd of {PAGE_BYTES} bytes")
             with mmap.mmap(descriptor, PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ) as memory:
-                return decode_page(_core.status_copy(memory))
+                copy = _core.status_copy(memory)
+            # A page that is being made has no magic number yet.
+            return decode_page(copy) if any(copy[:8]) else None
         finally:
             os.close(descriptor)
     return None

@@ -33,7 +33,7 @@ ENVIRONMENT_READER = ROOT / "coordinator" / "settings.py"
 RUNTIME = {"torch", "zmq", "msgspec"}
 EXTRAS = {"cuda", "nccl", "numpy"}
 LAZY_ADAPTERS = ("shm_broadcast.codec.torch_adapter", "shm_broadcast.codec.numpy_adapter")
-BELOW_DEVICE_COMM = {"errors", "interruption", "liveness", "reports", "segment", "timeouts", "wait"}
+BELOW_DEVICE_COMM = {"errors", "interruption", "liveness", "reports", "segment", "status", "timeouts", "wait"}
 # Point to point goes through rings of the queue's protocol; results of collectives take memory from its pool.
 RING_USERS = {
     "channels.py": {"_core", "codec", "layout"},

@@ -127,7 +127,7 @@ private:
         const uint64_t before = records.load(std::memory_order_relaxed);
         CallRecord& to = written_.page->records[before % kRecords];
         to.commit.store(0, std::memory_order_relaxed);
-        // SYNC status writer->reader (release): who reads a word that is written below also reads the 0.
+        // SYNC odd->copier (release): who reads a word that is written below also reads the 0.
         std::atomic_thread_fence(std::memory_order_release);
         put(to.number, call.number);
         put(to.count, call.count);
@@ -143,7 +143,7 @@ private:
         put(to.detail, static_cast<uint32_t>(call.detail ^ call.detail >> 32));
         put(to.waited_ns, saturated(end.waited));
         put(to.late_ns, saturated(end.late));
-        // SYNC status writer->reader (release): who reads this number reads all words that were written before.
+        // SYNC words->copier (release): who reads this number reads all words that were written before.
         to.commit.store(before + 1, std::memory_order_release);
         records.store(before + 1, std::memory_order_relaxed);
     }

@@ -155,11 +155,11 @@ class Writing {
 public:
     explicit Writing(Record& record) : record_(record), before_(record.sequence.load(std::memory_order_relaxed) & ~1U) {
         record_.sequence.store(before_ + 1, std::memory_order_relaxed);
-        // SYNC status writer->reader (release): who reads a word that is written below also reads the odd number.
+        // SYNC odd->copier (release): who reads a word that is written below also reads the odd number.
         std::atomic_thread_fence(std::memory_order_release);
     }
     ~Writing() {
-        // SYNC status writer->reader (release): who reads the even number reads all words that were written before.
+        // SYNC words->copier (release): who reads the even number reads all words that were written before.
         record_.sequence.store(before_ + 2, std::memory_order_release);
     }
     Writing(const Writing&) = delete;
@@ -192,10 +192,10 @@ inline constexpr int kTries = 1000;
 inline void copy_record(unsigned char* to, const unsigned char* from, size_t bytes) {
     const auto* sequence = reinterpret_cast<const uint32_t*>(from);
     for (int i = 0; i < kTries; ++i) {
-        // SYNC status writer->reader (acquire): the words are at least as new as this number.
+        // SYNC words->copier (acquire): the words are at least as new as this number.
         const uint32_t before = __atomic_load_n(sequence, __ATOMIC_ACQUIRE);
         copy_words(to, from, bytes);
-        // SYNC status writer->reader (acquire): if one of the words is newer, so is the number below.
+        // SYNC odd->copier (acquire): if one of the words is newer, so is the number below.
         std::atomic_thread_fence(std::memory_order_acquire);
         const uint32_t after = __atomic_load_n(sequence, __ATOMIC_RELAXED);
         if (before == after && before % 2 == 0) return;
@@ -210,9 +210,10 @@ inline void copy_record(unsigned char* to, const unsigned char* from, size_t byt
 inline void copy_call(unsigned char* to, const unsigned char* from) {
     const auto* commit = reinterpret_cast<const uint64_t*>(from);
     for (int i = 0; i < kTries; ++i) {
-        // SYNC status writer->reader (acquire): as in `copy_record`.
+        // SYNC words->copier (acquire): the words are at least as new as this number.
         const uint64_t before = __atomic_load_n(commit, __ATOMIC_ACQUIRE);
         copy_words(to, from, sizeof(CallRecord));
+        // SYNC odd->copier (acquire): if one of the words is newer, so is the number below.
         std::atomic_thread_fence(std::memory_order_acquire);
         if (before == __atomic_load_n(commit, __ATOMIC_RELAXED)) return;
     }
@@ -221,7 +222,10 @@ inline void copy_call(unsigned char* to, const unsigned char* from) {
 
 // Copies a whole page, each record by itself. Nothing that stands in it leads the copy anywhere.
 inline void copy_page(unsigned char* to, const unsigned char* from) {
+    // SYNC page->finder (acquire): if the magic number is there, so is the rest of the header.
+    const uint64_t magic = __atomic_load_n(reinterpret_cast<const uint64_t*>(from), __ATOMIC_ACQUIRE);
     copy_words(to, from, offsetof(Page, groups));
+    std::memcpy(to, &magic, sizeof(magic));
     const auto each = [&](size_t offset, size_t bytes, size_t number) {
         for (size_t i = 0; i < number; ++i) copy_record(to + offset + i * bytes, from + offset + i * bytes, bytes);
     };

@@ -113,7 +113,7 @@ PyObject* status_format(PyObject*, PyObject* args) {
     copy_text(header.boot_id, sizeof(header.boot_id), boot_id, boot_bytes);
     copy_text(header.hostname, sizeof(header.hostname), hostname, host_bytes);
     header.rank.store(-1, std::memory_order_relaxed);
-    // Who finds the page by its descriptor looks for this first.
+    // SYNC page->finder (release): who finds the magic number finds the header.
     __atomic_store_n(&header.magic, kMagic, __ATOMIC_RELEASE);
     PyBuffer_Release(&view);
     Py_RETURN_NONE;

@@ -25,6 +25,7 @@ OTHERS: Final = {
     "overlap": "overlap",
     "kernel-calls": "kernel_calls",
     "nccl-calls": "nccl_calls",
+    "status-calls": "status_calls",
     "training": "training",
     "engines": "engines",
     "load": "engine_load",

@@ -158,7 +158,7 @@ class SharedRegion:
         """Return the ranks in the group that have not arrived at the current step."""
 
     def report_to(self, lane: object, /) -> None:
-        """Show the calls in a lane of the status page, given as its capsule."""
+        """Show the calls in a lane of the status page, given as its capsule; with None nowhere."""
 
     def close(self, breaks: bool, /) -> None:
         """End waiting calls and release the mapping. With `breaks`, the other ranks' calls fail from now on too."""

@@ -10,6 +10,7 @@ from typing import Final
 
 from device_comm import _core
 from device_comm.health import Arrival, GroupHealth, Operation
+from shm_broadcast._core import StatusLane
 from shm_broadcast.errors import ClosedError, DisagreementError, UsageError
 
 # A thread whose group is in a call of another thread looks again after this long. Engines call from one thread.
@@ -48,7 +49,8 @@ class RegionCalls:
         self._health = health
         self._ranks = health.ranks if ranks is None else tuple(ranks)
         self._is_part = ranks is not None
-        core.report_to(health.shown.status.lane(plane, "shared memory").capsule())
+        self.lane: StatusLane = health.shown.status.lane(plane, "shared memory")
+        core.report_to(self.lane.capsule())
         health.on_abort(self.close)
         health.attach(plane, self)
 

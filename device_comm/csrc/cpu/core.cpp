@@ -375,11 +375,14 @@ PyObject* region_keep(PyObject* self, PyObject*) {
     Py_RETURN_NONE;
 }
 
-// report_to(lane): shows the calls in a lane of the status page, given as its capsule.
+// report_to(lane): shows the calls in a lane of the status page, given as its capsule; with None nowhere.
 PyObject* region_report_to(PyObject* self, PyObject* capsule) {
     Object* object = object_of(self);
-    auto* lane = static_cast<status::Lane*>(PyCapsule_GetPointer(capsule, status::kCapsule));
-    if (lane == nullptr) return nullptr;
+    status::Lane* lane = nullptr;
+    if (capsule != Py_None) {
+        lane = static_cast<status::Lane*>(PyCapsule_GetPointer(capsule, status::kCapsule));
+        if (lane == nullptr) return nullptr;
+    }
     if (object->is_closed || object->region == nullptr || object->call != nullptr) Py_RETURN_NONE;
     Py_XDECREF(std::exchange(object->lane, Py_NewRef(capsule)));
     object->region->report_to(lane);

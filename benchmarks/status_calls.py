@@ -1,0 +1,166 @@
+"""Measure what the status page costs a call: two ranks make the same calls with it and without it, in turn.
+
+Blocks of calls that are shown and that are not take turns in one group, so that both meet the same machine. Calls that
+Python shows are timed by themselves, as they go through transports whose own time is a thousand times as long.
+
+    python -m benchmarks status-calls [--rounds 41] [--calls 2000] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.launching import die_with_parent
+from benchmarks.results import BenchmarkError, write_figures
+from coordinator.group import GroupCoordinator
+from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
+from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.status.kinds import kind_of
+from shm_broadcast.status.layout import LaneState, Outcome
+from shm_broadcast.status.shown_calls import ShownCalls
+
+WORLD = 2
+FLOATS = 256
+
+
+def timed(call: Callable[[], object], calls: int) -> float:
+    """Return the time of a call in ns."""
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter_ns() - start) / calls
+
+
+def in_turn(group: GroupCoordinator, rounds: int, calls: int) -> dict[str, dict[str, list[float]]]:
+    """Return the times of the calls of a group that are shown and that are not, in ns, by call."""
+    communicator: Any = group.device_communicator
+    host: Any = group._host  # noqa: SLF001 - the benchmark switches the display of both planes off and on
+    regions = [communicator._region, host._region]  # noqa: SLF001
+    lanes = [region.lane for region in regions]
+    tensor, output = torch.ones(FLOATS), torch.empty(FLOATS)
+    forms: dict[str, Callable[[], object]] = {
+        "all_reduce of 1 KB": lambda: group.all_reduce(tensor),
+        "all_reduce of 1 KB into an output": lambda: communicator.all_reduce_into_output(tensor, output),
+        "barrier": group.barrier,
+    }
+    found: dict[str, dict[str, list[float]]] = {name: {"shown": [], "hidden": []} for name in forms}
+    for number in range(rounds):
+        for name, call in forms.items():
+            order = ("shown", "hidden") if number % 2 else ("hidden", "shown")
+            for how in order:
+                group.barrier()
+                for region, lane in zip(regions, lanes, strict=True):
+                    region.core.report_to(lane.capsule() if how == "shown" else None)
+                group.barrier()
+                found[name][how].append(timed(call, calls))
+    return found
+
+
+def of_python(rounds: int, calls: int) -> dict[str, list[float]]:
+    """Return what it takes to show a call of Python and its wait, and what a message of a queue writes, in ns."""
+    shown = ShownCalls("bench:0", 0, [0, 1])
+    lane, kind = shown.lane("device"), kind_of("all_reduce")
+
+    def collective() -> None:
+        lane.begin(kind, 1, 1024, 0)
+        lane.set_state(LaneState.ASLEEP)
+        lane.set_state(LaneState.COMPUTING)
+        lane.end(Outcome.DONE)
+
+    found = [timed(collective, calls) - timed(lambda: None, calls) for _ in range(rounds)]
+    shown.status.leave()
+    return {"a collective that Python shows": found}
+
+
+def of_queue(rounds: int, calls: int) -> dict[str, list[float]]:
+    """Return the time of a message to a reader in the same process, for comparison over releases, in ns."""
+    with (
+        QueueWriter.create("bench", [0]) as writer,
+        QueueReader.open(writer.handle, writer.key, 0, 10.0) as reader,
+    ):
+
+        def message() -> None:
+            writer.enqueue(1)
+            reader.dequeue()
+
+        return {"a message of a queue and back": [timed(message, calls) for _ in range(rounds)]}
+
+
+def run_rank(rank: int, method: str, rounds: int, calls: int) -> None:
+    """Measure, and print the times of rank 0 as JSON."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    init_distributed_environment(WORLD, rank, method, backend="gloo")
+    group = GroupCoordinator([list(range(WORLD))], rank, "gloo", True, group_name="bench")
+    found: dict[str, Any] = {"in turn": in_turn(group, rounds, calls)}
+    group.barrier()
+    group.destroy()
+    destroy_distributed_environment()
+    if rank == 0:
+        found["alone"] = of_python(rounds, calls) | of_queue(rounds, calls)
+        sys.stdout.write(json.dumps(found) + "\n")
+
+
+def measure(rounds: int, calls: int) -> dict[str, Any]:
+    """Return what `run_rank` prints."""
+    with tempfile.TemporaryDirectory(prefix="group-coordinator-bench-") as folder:
+        command = [sys.executable, "-m", "benchmarks.status_calls", "--method", f"file://{folder}/world"]
+        command += ["--rounds", str(rounds), "--calls", str(calls), "--rank"]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own module
+            for rank in range(WORLD)
+        ]
+        told = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise BenchmarkError(f"the ranks ended with {[rank.returncode for rank in ranks]}")
+    answer: dict[str, Any] = json.loads(told[0])
+    return answer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks status-calls", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--calls", type=int, default=2000, help="calls in a row")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--method", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        run_rank(options.rank, options.method, options.rounds, options.calls)
+        return 0
+    found = measure(options.rounds, options.calls)
+    calls: dict[str, dict[str, float]] = {}
+    print("two ranks, ns per call, medians; the difference is the median over pairs of blocks")
+    for name, times in found["in turn"].items():
+        shown, hidden = times["shown"], times["hidden"]
+        differences = [one - other for one, other in zip(shown, hidden, strict=True)]
+        calls[name] = {
+            "shown_ns": statistics.median(shown),
+            "hidden_ns": statistics.median(hidden),
+            "difference_ns": statistics.median(differences),
+        }
+        print(
+            f"{name:35} shown {calls[name]['shown_ns']:8.0f}   hidden {calls[name]['hidden_ns']:8.0f}"
+            f"   difference {calls[name]['difference_ns']:6.0f}"
+        )
+    for name, times in found["alone"].items():
+        calls[name] = {"median_ns": statistics.median(times), "least_ns": min(times)}
+        print(f"{name:35} median {calls[name]['median_ns']:7.0f}   least {calls[name]['least_ns']:7.0f}")
+    if options.json is not None:
+        write_figures(options.json, {"rounds": options.rounds, "calls": calls})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

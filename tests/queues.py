@@ -177,16 +177,17 @@ def sockets_of(pid: int | str = "self") -> set[str]:
 
 
 def segments_of(pid: int | str = "self") -> list[str]:
-    """Return the descriptors and mappings of our shared memory that a process holds."""
-    found = [
-        line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:group-coord" in line
-    ]
+    """Return the descriptors and mappings of our shared memory that a process holds, besides its status page."""
+    found = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if _is_segment(line)]
     found += [
-        f"descriptor {entry}: {target}"
-        for entry, target in descriptors_of(pid)
-        if "memfd:group-coord" in target
+        f"descriptor {entry}: {target}" for entry, target in descriptors_of(pid) if _is_segment(target)
     ]
     return found
+
+
+def _is_segment(name: str) -> bool:
+    # The status page stays for the life of the process.
+    return "memfd:group-coordinator" in name and "memfd:group-coordinator-status" not in name
 
 
 def named_memory_of(pid: int | str = "self") -> set[str]:

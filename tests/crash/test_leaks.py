@@ -13,6 +13,7 @@ import pytest
 
 from coordinator import ParallelGroups
 from tests.harness import RankPool, run_ranks
+from tests.queues import segments_of
 from tests.worlds import meet, new_group, outcome_of, small, world
 
 CYCLES = 30
@@ -83,10 +84,7 @@ def everything_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str
             part.destroy()
 
     found = growth(cycle, 100)
-    segments = [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:group-coord" in line
-    ]
-    return {**found, "segments": segments}
+    return {**found, "segments": segments_of()}
 
 
 def groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, Any]:

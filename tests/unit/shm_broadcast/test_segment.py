@@ -95,7 +95,7 @@ def test_what_is_no_memory_is_refused() -> None:
             Segment.adopt(os.dup(file.fileno()), NBYTES)
     ends = os.pipe()
     for end in ends:
-        with pytest.raises(DecodeError, match="not a shared segment"):
+        with pytest.raises(DecodeError, match="not a sealed segment"):
             Segment.adopt(end, NBYTES)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any, Final, NamedTuple
 
 from coordinator.diagnosis.model import Counters, Group, Lane, Page, Queue, Record
@@ -21,24 +22,37 @@ from shm_broadcast.status.layout import (
 __all__ = ["decode_page"]
 
 _FORMS: Final = {name: table.form for name, table in TABLES.items()}
+# How many numbers each word is a list of; 0 for a single number or a text.
+_COUNTS: Final = {
+    name: [
+        (word, int(field.form[:-1]) if field.form[:-1] and field.form[-1] != "s" else 0)
+        for word, field in table.fields.items()
+    ]
+    for name, table in TABLES.items()
+}
+# The word behind the sequence number tells in each table whether a place is in use.
+_USED: Final = struct.Struct("<4xI")
+_LATEST_NS: Final = 2**63 - 1
 _NO_ROOT: Final = (NOBODY, 0xFFFFFFFF)
 _ROOTLESS: Final = frozenset(
     {"barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "recv_any", "other"}
 )
 
 
-def decode_page(copy: bytes) -> Page:
+def decode_page(copy: bytes, records: bool = True, newest: int = TABLES["records"].number) -> Page:
     """Return what a page says.
 
     Args:
         copy: What `_core.status_copy` has returned, or the bytes of a file with the same layout.
+        records: Whether to decode calls that have ended: 4,096 of them take over ten times as long as all the rest.
+        newest: How many of them at most, the newest ones.
 
     Raises:
         DecodeError: It is no page of this version, or holds values that cannot be.
     """
     if len(copy) != PAGE_BYTES:
         raise DecodeError(f"a status page has {PAGE_BYTES} bytes, this has {len(copy)}")
-    (header,) = _rows(copy, "header")
+    header = _row(copy, "header", 0)
     if header["magic"] != MAGIC:
         raise DecodeError("this is no status page: it does not begin with !GCSTAT1")
     if header["version"] != VERSION:
@@ -48,7 +62,7 @@ def decode_page(copy: bytes) -> Page:
         )
     clock = _Clock(header["ticks"], header["monotonic_ns"], header["rate"])
     counters = _counters(copy)
-    lanes = list(_rows(copy, "lanes"))
+    lanes = _rows(copy, "lanes")
     groups = _groups(copy, lanes, counters, clock)
     return Page(
         pid=header["pid"],
@@ -67,10 +81,9 @@ def decode_page(copy: bytes) -> Page:
         groups=tuple(sorted(groups.values(), key=lambda group: group.created_ns)),
         queues=tuple(
             Queue(_text(row["name"]), row["inode"], row["offset"], row["reader"], row["descriptor"])
-            for row in _rows(copy, "queues")
-            if row["state"]
+            for row in _rows(copy, "queues").values()
         ),
-        records=tuple(_records(copy, lanes, groups, clock)),
+        records=tuple(_records(copy, header["records"], newest, lanes, groups, clock)) if records else (),
     )
 
 
@@ -82,22 +95,28 @@ class _Clock(NamedTuple):
     rate: int
 
     def ns(self, ticks: int) -> int:
-        """Return a time of the clock on CLOCK_MONOTONIC; 0 stays 0."""
-        return self.monotonic_ns + ((ticks - self.ticks) * self.rate >> 32) if ticks else 0
+        """Return a time of the clock on CLOCK_MONOTONIC, within what 63 bits hold; 0 stays 0."""
+        if not ticks:
+            return 0
+        return min(max(self.monotonic_ns + ((ticks - self.ticks) * self.rate >> 32), 0), _LATEST_NS)
 
 
-def _rows(copy: bytes, name: str) -> list[dict[str, Any]]:
-    """Return the rows of a table. A list of numbers is a tuple."""
-    table, form = TABLES[name], _FORMS[name]
-    rows = []
-    for place in range(table.number):
-        words = iter(form.unpack_from(copy, table.offset + place * table.nbytes))
-        row: dict[str, Any] = {}
-        for word, field in table.fields.items():
-            count = int(field.form[:-1]) if field.form[:-1] and field.form[-1] != "s" else 0
-            row[word] = tuple(next(words) for _ in range(count)) if count else next(words)
-        rows.append(row)
-    return rows
+def _row(copy: bytes, name: str, place: int) -> dict[str, Any]:
+    """Return a row of a table. A list of numbers is a tuple."""
+    table = TABLES[name]
+    words = _FORMS[name].unpack_from(copy, table.offset + place * table.nbytes)
+    row, at = {}, 0
+    for word, count in _COUNTS[name]:
+        row[word] = words[at : at + count] if count else words[at]
+        at += count or 1
+    return row
+
+
+def _rows(copy: bytes, name: str) -> dict[int, dict[str, Any]]:
+    """Return the rows of a table of which each place is in use or free, by their places; those in use alone."""
+    table = TABLES[name]
+    used = (_USED.unpack_from(copy, table.offset + place * table.nbytes)[0] for place in range(table.number))
+    return {place: _row(copy, name, place) for place, is_used in enumerate(used) if is_used}
 
 
 def _text(data: bytes) -> str:
@@ -127,21 +146,23 @@ def _root(kind: int, value: int) -> int | None:
 def _counters(copy: bytes) -> dict[int, list[dict[str, Any]]]:
     """Return the rows of the counters by the place of their lane."""
     found: dict[int, list[dict[str, Any]]] = {}
-    for row in _rows(copy, "counters"):
-        if row["lane"]:
-            found.setdefault(row["lane"] - 1, []).append(row)
+    for row in _rows(copy, "counters").values():
+        found.setdefault(row["lane"] - 1, []).append(row)
     return found
 
 
 def _groups(
-    copy: bytes, lanes: list[dict[str, Any]], counters: dict[int, list[dict[str, Any]]], clock: _Clock
+    copy: bytes,
+    lanes: dict[int, dict[str, Any]],
+    counters: dict[int, list[dict[str, Any]]],
+    clock: _Clock,
 ) -> dict[int, Group]:
     """Return the groups by their place."""
     found = {}
-    for place, row in enumerate(_rows(copy, "groups")):
-        if row["state"] == GroupState.FREE:
-            continue
-        if not 0 <= row["rank"] < max(row["world_size"], 1):
+    for place, row in _rows(copy, "groups").items():
+        is_torn = row["sequence"] % 2 == 1
+        # A process that was killed while it wrote may have left words of two groups.
+        if not is_torn and row["rank"] >= max(row["world_size"], 1):
             raise DecodeError(f"the status page says place {row['rank']} in a group of {row['world_size']}")
         found[place] = Group(
             name=_text(row["name"]),
@@ -152,10 +173,10 @@ def _groups(
             ranks=row["ranks"][: row["world_size"]],
             created_ns=row["created_ns"],
             cause=_text(row["cause"]),
-            is_torn=row["sequence"] % 2 == 1,
+            is_torn=is_torn,
             lanes=tuple(
                 _lane(lane, counters.get(index, []), clock)
-                for index, lane in enumerate(lanes)
+                for index, lane in lanes.items()
                 if lane["group"] == place + 1
             ),
         )
@@ -204,13 +225,23 @@ _COUNTED: Final = (
 
 
 def _records(
-    copy: bytes, lanes: list[dict[str, Any]], groups: dict[int, Group], clock: _Clock
+    copy: bytes,
+    calls: int,
+    newest: int,
+    lanes: dict[int, dict[str, Any]],
+    groups: dict[int, Group],
+    clock: _Clock,
 ) -> list[Record]:
-    """Return the calls that have ended, in order; not one that is being written, or whose group is shown no more."""
-    table, found = TABLES["records"], []
-    for place, row in enumerate(_rows(copy, "records")):
+    """Return the newest calls that have ended, in order; no one that is being written, or whose group is shown no more.
+
+    `calls` have been recorded in all, or a few more since the header was copied.
+    """
+    number, found = TABLES["records"].number, []
+    for ahead in range(min(newest, number)):
+        place = (calls - 1 - ahead) % number
+        row = _row(copy, "records", place)
         index = row["commit"]
-        if not index or (index - 1) % table.number != place or row["lane"] >= len(lanes):
+        if not index or (index - 1) % number != place or row["lane"] not in lanes:
             continue
         lane = lanes[row["lane"]]
         group = groups.get(lane["group"] - 1)

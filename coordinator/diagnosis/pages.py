@@ -54,8 +54,13 @@ class Search(msgspec.Struct, frozen=True):
     faults: dict[int, str]
 
 
-def find_pages(pids: Iterable[int] | None = None) -> Search:
-    """Return the pages that the processes `pids` hold; by default those of all processes that this one may read."""
+def find_pages(pids: Iterable[int] | None = None, *, records: bool = True) -> Search:
+    """Return the pages that the processes `pids` hold; by default those of all processes that this one may read.
+
+    Args:
+        pids: As this process sees them.
+        records: Whether to decode the calls that have ended; see `decode_page`.
+    """
     candidates = (
         [int(name) for name in os.listdir("/proc") if name.isdecimal()] if pids is None else list(pids)
     )
@@ -73,7 +78,7 @@ def find_pages(pids: Iterable[int] | None = None) -> Search:
     found = []
     for held in places.values():
         try:
-            page = _read(link for _, link in held)
+            page = _read((link for _, link in held), records)
         except DecodeError as error:
             faults[held[0][0]] = str(error)
             continue
@@ -98,7 +103,7 @@ def _links(pid: int) -> list[Path]:
     return found
 
 
-def _read(links: Iterable[Path]) -> Page | None:
+def _read(links: Iterable[Path], records: bool) -> Page | None:
     """Return what the page says that all of `links` are; None if all of them have gone meanwhile.
 
     Raises:
@@ -115,7 +120,7 @@ def _read(links: Iterable[Path]) -> Page | None:
             with mmap.mmap(descriptor, PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ) as memory:
                 copy = _core.status_copy(memory)
             # A page that is being made has no magic number yet.
-            return decode_page(copy) if any(copy[:8]) else None
+            return decode_page(copy, records) if any(copy[:8]) else None
         finally:
             os.close(descriptor)
     return None

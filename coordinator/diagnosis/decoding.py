@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any, Final, NamedTuple
 
-from coordinator.diagnosis.model import Counters, Group, Lane, Page, Queue, Record
+from coordinator.diagnosis.model import Clock, Counters, Group, Lane, Page, Queue, Record
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.status.kinds import ALGORITHMS, KINDS
 from shm_broadcast.status.layout import (
@@ -84,6 +84,7 @@ def decode_page(copy: bytes, records: bool = True, newest: int = TABLES["records
             for row in _rows(copy, "queues").values()
         ),
         records=tuple(_records(copy, header["records"], newest, lanes, groups, clock)) if records else (),
+        clock=Clock(header["clock"], header["ticks"], header["monotonic_ns"], header["rate"]),
     )
 
 

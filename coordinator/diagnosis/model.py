@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Counters", "Group", "Lane", "Page", "Queue", "Record"]
+__all__ = ["Clock", "Counters", "Group", "Lane", "Page", "Queue", "Record"]
 
 
 class Counters(msgspec.Struct, frozen=True):
@@ -165,6 +165,22 @@ class Record(msgspec.Struct, frozen=True):
     outcome: str
 
 
+class Clock(msgspec.Struct, frozen=True):
+    """How a page's times were made of ticks, which all processes of a host count alike.
+
+    Attributes:
+        source: What ticks: 0 CLOCK_MONOTONIC in ns, 1 the x86 timestamp counter, 2 CNTVCT_EL0.
+        ticks: The ticks at `monotonic_ns`.
+        monotonic_ns: CLOCK_MONOTONIC.
+        rate: Nanoseconds per tick, times 2^32. Each process measures it, and two differ by some parts in a million.
+    """
+
+    source: int = 0
+    ticks: int = 0
+    monotonic_ns: int = 0
+    rate: int = 1 << 32
+
+
 class Page(msgspec.Struct, frozen=True):
     """What one process says.
 
@@ -185,6 +201,7 @@ class Page(msgspec.Struct, frozen=True):
         groups: In the order of their creation.
         queues: Ends of queues.
         records: In the order of their ends.
+        clock: Of the times of lanes and records.
     """
 
     pid: int
@@ -203,3 +220,4 @@ class Page(msgspec.Struct, frozen=True):
     groups: tuple[Group, ...]
     queues: tuple[Queue, ...]
     records: tuple[Record, ...]
+    clock: Clock = Clock()

@@ -49,7 +49,7 @@ class RegionCalls:
         self._health = health
         self._ranks = health.ranks if ranks is None else tuple(ranks)
         self._is_part = ranks is not None
-        self.lane: StatusLane = health.shown.status.lane(plane, "shared memory")
+        self.lane: StatusLane = health.shown.native_lane(plane, "shared memory")
         core.report_to(self.lane.capsule())
         health.on_abort(self.close)
         health.attach(plane, self)

@@ -15,7 +15,7 @@ from device_comm.nccl.connection import Call, NcclConnection
 from device_comm.nccl.dtypes import UINT8
 from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Order, Progress, Streams
-from device_comm.nccl.transfers import Collected, Post, QueuedTransfer, Receive
+from device_comm.nccl.transfers import Collected, Post, QueuedTransfer, Receive, brought_bytes, root_of
 from device_comm.nccl.window import Copy, Wish, obstacle_of
 from device_comm.process_group import dense, is_plain
 from shm_broadcast.errors import UsageError
@@ -143,7 +143,7 @@ class NcclQueue(DeviceCommunicator):
         connection, library = self._connection, self.library
         stream = self._current()
         self._admit(stream, name)
-        with connection.calling(Call(name, peers, within_s)):
+        with connection.calling(Call(name, peers, within_s), brought_bytes(posts), root_of(name, posts)):
             handle = connection.handle()
             window = connection.window if may_stage else None
             if len(posts) == 1:

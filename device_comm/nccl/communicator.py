@@ -27,9 +27,14 @@ from device_comm.nccl.window import fits
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation
 from shm_broadcast.errors import UsageError
+from shm_broadcast.status.kinds import kind_of
+from shm_broadcast.status.layout import NOBODY, Outcome
 
 _SUM: Final = ctypes.c_int(SUM_CODE)
 _STRIDED: Final = torch.strided
+_ALL_REDUCE: Final = kind_of("all_reduce")
+_DONE: Final = int(Outcome.DONE)
+_FAILED: Final = int(Outcome.FAILED)
 
 open_library: Callable[[str | None], NcclLibrary] = functools.cache(NcclLibrary)
 
@@ -132,7 +137,7 @@ class NcclCommunicator(NcclQueue):
         if code is None or not (source := input_.data_ptr()):
             return super().all_reduce(input_, op, timeout_s=timeout_s)
         result = torch.empty_like(input_)
-        self._sum(source, result.data_ptr(), input_.numel(), code)
+        self._sum(source, result.data_ptr(), input_.numel(), input_.itemsize, code)
         return result
 
     def _code_of_sum(
@@ -162,8 +167,11 @@ class NcclCommunicator(NcclQueue):
             and not tensor.is_neg()
         )
 
-    def _sum(self, source: int, result: int, count: int, code: ctypes.c_int) -> None:
-        """Queue one all-reduce. The arguments are those of ncclAllReduce; `_code_of_sum` has allowed it."""
+    def _sum(self, source: int, result: int, count: int, size: int, code: ctypes.c_int) -> None:
+        """Queue one all-reduce. The arguments are those of ncclAllReduce, and the bytes of an element.
+
+        `_code_of_sum` has allowed it.
+        """
         stream = self._current()
         order = self._order
         if order is None or stream != order.hot:
@@ -171,6 +179,8 @@ class NcclCommunicator(NcclQueue):
         connection = self._connection
         connection.call = connection.everyone
         connection.entered += 1
+        lane, outcome = connection.lane, _FAILED
+        lane.begin(_ALL_REDUCE, connection.entered - connection.transfers, count * size, NOBODY)
         try:
             # Read `hot` only after `entered` is written: see `NcclConnection`.
             comm = connection.hot
@@ -189,8 +199,10 @@ class NcclCommunicator(NcclQueue):
                     connection.settle("ncclAllReduce", status)
             if self._progress is not None:
                 self._progress.mark(stream)
+            outcome = _DONE
         finally:
             connection.returned = connection.entered
+            lane.end(outcome)
 
     def all_reduce_into_output(
         self,
@@ -213,7 +225,7 @@ class NcclCommunicator(NcclQueue):
         ):
             source, result = input_.data_ptr(), output.data_ptr()
             if source and result and (source == result or abs(source - result) >= input_.nbytes):
-                self._sum(source, result, input_.numel(), code)
+                self._sum(source, result, input_.numel(), input_.itemsize, code)
                 return output
         return super().all_reduce_into_output(input_, output, op, timeout_s=timeout_s)
 
@@ -251,7 +263,7 @@ class NcclCommunicator(NcclQueue):
         """
         code = self._code_of_sum(tensor, op, timeout_s)
         if code is not None and (address := tensor.data_ptr()):
-            self._sum(address, address, tensor.numel(), code)
+            self._sum(address, address, tensor.numel(), tensor.itemsize, code)
             return tensor
         return self._all_reduce_in_place(tensor, op, timeout_s)
 

@@ -27,6 +27,7 @@ from device_comm.nccl.background import Background, Joining
 from device_comm.nccl.library import IN_PROGRESS, SUCCESS, NcclLibrary, new_config
 from device_comm.nccl.streams import Progress, Streams
 from device_comm.nccl.window import Window, Wish
+from shm_broadcast._core import StatusLane
 from shm_broadcast.errors import (
     ClosedError,
     CommError,
@@ -34,6 +35,8 @@ from shm_broadcast.errors import (
     NcclError,
 )
 from shm_broadcast.reports.log_fields import LogFields
+from shm_broadcast.status.kinds import kind_of
+from shm_broadcast.status.layout import NOBODY, Outcome
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -84,6 +87,7 @@ class NcclConnection:
         transfers: How many of the entered calls were point to point.
         call: The last call entered.
         everyone: The `call` of a fast all-reduce.
+        lane: Where the status page shows calls until they are queued; a replay of a graph is not shown.
         window: The window that sums are staged through, None if there is none; equal on all ranks.
         no_window: Why there is none, equal on all ranks.
     """
@@ -129,6 +133,7 @@ class NcclConnection:
         # (Python before 3.13).
         self._keeper: tuple[threading.Thread, threading.Event] | None = None
         self._seen, self._since = 0, 0.0
+        self.lane: StatusLane = self._health.shown.queued_lane("nccl", "nccl")
         self._health.on_abort(self._on_abort)
         _connections.add(self)
 
@@ -281,20 +286,31 @@ class NcclConnection:
     # ------------------------------------------------------------------ calling
 
     @contextmanager
-    def calling(self, call: Call) -> Iterator[None]:
-        """Count a call, so that the keeper can see it and give it a deadline."""
+    def calling(self, call: Call, nbytes: int = 0, root: int = NOBODY) -> Iterator[None]:
+        """Count a call, so that the keeper can see it and give it a deadline.
+
+        `nbytes` is what this rank brings, and `root` a place in the group; the status page shows both.
+        """
         self.call = call
         if call.peers is not None:
             self.transfers += 1
         self.entered += 1
+        outcome = Outcome.FAILED
+        self.lane.begin(kind_of(call.name), self.number, nbytes, root)
         try:
             yield
+            outcome = Outcome.DONE
         finally:
             self.returned = self.entered
+            self.lane.end(outcome)
+
+    @property
+    def number(self) -> int:
+        """Return the number of the last call entered among those that all ranks make; 0 for one between two ranks."""
+        return self.entered - self.transfers if self.call.peers is None else 0
 
     def _operation(self) -> Operation:
-        call = self.call
-        return Operation("nccl", call.name, self.entered - self.transfers if call.peers is None else 0)
+        return Operation("nccl", self.call.name, self.number)
 
     def _fields(self, call: str) -> LogFields:
         return self._health.log_fields(call, "nccl")

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from device_comm.nccl.streams import Streams
 
 
@@ -20,7 +22,25 @@ class Post(NamedTuple):
 
     function: str
     arguments: tuple[int, ...]
-    keep: object
+    keep: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+
+
+def brought_bytes(posts: Sequence[Post]) -> int:
+    """Return how many bytes this rank brings to the call that consists of `posts`."""
+    sent = sum(post.arguments[1] for post in posts if post.function == "ncclSend")
+    if sent or posts[0].function == "ncclRecv":
+        return sent
+    kept = posts[0].keep
+    return (kept[0] if isinstance(kept, tuple) else kept).nbytes
+
+
+def root_of(name: str, posts: Sequence[Post]) -> int:
+    """Return the place of the root, or of the other rank, of the call `name` that consists of `posts`.
+
+    It is the last argument of a send, a receive, a broadcast and a reduce. All ranks of a scatter receive from the root
+    last, and all ranks of a gather send to it first. Calls without a root get any number.
+    """
+    return posts[-1 if name == "scatter" else 0].arguments[-1]
 
 
 class Receive(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from shm_broadcast._core import StatusLane
 from shm_broadcast.errors import CommError
@@ -14,6 +14,9 @@ from shm_broadcast.status.page import GroupStatus, own_page
 __all__ = ["ShownCalls"]
 
 Result = TypeVar("Result")
+
+_WAITS: Final = "waiting"
+"""What the lanes of waits have as their algorithm; a call that waits there is shown in the lane of its plane too."""
 
 
 class _Call(Protocol):
@@ -38,6 +41,8 @@ class ShownCalls:
         self._ranks = tuple(ranks)
         # For the collectives of a plane, one at a time.
         self._lanes: dict[str, StatusLane] = {}
+        # Planes whose native code shows its waits itself.
+        self._native: set[str] = set()
         # For calls between two ranks, of which threads may make several at once.
         self._idle: dict[str, list[StatusLane]] = {}
 
@@ -48,28 +53,40 @@ class ShownCalls:
             lane = self._lanes[plane] = self.status.lane(plane, "process group")
         return lane
 
+    def native_lane(self, plane: str, algorithm: str) -> StatusLane:
+        """Return where native code shows the collectives of `plane`, and its waits in them."""
+        self._native.add(plane)
+        return self.status.lane(plane, algorithm)
+
+    def queued_lane(self, plane: str, algorithm: str) -> StatusLane:
+        """Return where calls of `plane` are shown that end when they are queued on a device.
+
+        Waits for the device are shown beside them, as they may go on while the next call is queued.
+        """
+        return self.status.lane(plane, algorithm)
+
     def wait(self, call: _Call, pending: Sequence[int] | None, wait: Callable[[], Result]) -> Result:
         """Return `wait()`, and show meanwhile that this rank waits for the global ranks `pending`.
 
-        A collective has the lane of its plane; shared memory shows its waits itself. A call between two ranks is
-        shown only if it waits. What has come is not lost if a signal handler raises behind the wait: whoever waits
-        keeps it.
+        A collective has the lane of its plane. A call between two ranks is shown only if it waits, and so is a wait
+        for calls that are queued on a device. What has come is not lost if a signal handler raises behind the wait:
+        whoever waits keeps it.
         """
-        if call.number:
-            lane = self._lanes.get(call.plane)
-            if lane is None:
-                return wait()
+        if call.number and call.plane in self._native:
+            return wait()
+        lane = self._lanes.get(call.plane) if call.number else None
+        if lane is not None:
             try:
                 lane.set_state(LaneState.ASLEEP)
                 return wait()
             finally:
                 lane.set_state(LaneState.COMPUTING)
         idle = self._idle.setdefault(call.plane, [])
-        lane = idle.pop() if idle else self.status.lane(f"{call.plane} waits", "point to point")
+        lane = idle.pop() if idle else self.status.lane(f"{call.plane} waits", _WAITS)
         peer = self._ranks.index(pending[0]) if pending and pending[0] in self._ranks else NOBODY
         outcome = Outcome.FAILED
         try:
-            lane.begin(kind_of(call.name), 0, 0, peer)
+            lane.begin(kind_of(call.name), call.number, 0, peer)
             lane.set_state(LaneState.ASLEEP)
             result = wait()
             outcome = Outcome.DONE

@@ -23,7 +23,7 @@ KINDS: Final = (
     *("broadcast_object", "broadcast_object_list", "all_gather_object", "gather_object"),
     *("scatter_object_list", "send_tensor_dict", "recv_tensor_dict", "broadcast_tensor_dict"),
     *("monitored_barrier", "create", "destroy", "dispatch", "combine", "all_reduce_add_rms_norm"),
-    *("enqueue", "dequeue", "exchange", "refused", "connect"),
+    *("enqueue", "dequeue", "exchange", "refused", "connect", "moe_finalize_all_reduce"),
 )
 """The name of each kind, by its number. There are at most 63; see `OTHER`."""
 

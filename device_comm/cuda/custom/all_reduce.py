@@ -14,16 +14,19 @@ import torch
 
 from device_comm.cuda.custom.capture_failure import tell_failure
 from device_comm.cuda.custom.fused_calls import FUSED_FAMILIES, MOST_ROUTES, NAMES, FusedCalls
-from device_comm.cuda.custom.kernel_calls import KernelCalls
+from device_comm.cuda.custom.kernel_calls import DONE, FAILED, KernelCalls
 from device_comm.cuda.custom.launches import Launch, Launches
 from device_comm.cuda.custom.resources import CustomContext, CustomResources, agree_on_policy
 from device_comm.cuda.driver import LaunchConfiguration
 from device_comm.cuda.policy.decision import CallFacts, Plan, choose
 from device_comm.cuda.policy.table import Operation, PolicyTable
 from shm_broadcast.errors import CapabilityError, CommError, UsageError
+from shm_broadcast.status.kinds import kind_of
+from shm_broadcast.status.layout import NOBODY
 
 __all__ = ["CustomAllReduce"]
 
+_ALL_REDUCE: Final = kind_of("all_reduce")
 _SIZES: Final = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
@@ -55,7 +58,7 @@ class CustomAllReduce(KernelCalls, FusedCalls):
 
     def __init__(self, context: CustomContext, table: PolicyTable, resources: CustomResources) -> None:
         """Use `create`."""
-        KernelCalls.__init__(self, context, resources)
+        KernelCalls.__init__(self, context, resources, "custom")
         FusedCalls.__init__(self, resources.facts, table)
         self._peers = context.peers
         self._timeout_s = context.timeout_s
@@ -188,39 +191,29 @@ class CustomAllReduce(KernelCalls, FusedCalls):
         nbytes = count * _SIZES[dtype]
         if route.is_pull:
             input_ = self._inputs.note(input_, nbytes, output, stream)
-        elif nbytes > route.piece:
-            for offset in range(0, nbytes, route.piece):
-                piece = min(route.piece, nbytes - offset) // _SIZES[dtype]
-                self._queue(configuration, launch, input_ + offset, output + offset, piece, stream)
-            return True
         arguments, first = launch.words, launch.first
-        arguments[first] = input_
-        arguments[first + 1] = output
-        arguments[first + 2] = count
+        # As `_launched`, which would be one more call.
+        self._queued += 1
+        lane, outcome = self._lane, FAILED
+        lane.begin(_ALL_REDUCE, self._queued, nbytes, NOBODY)
         try:
+            if nbytes > route.piece and not route.is_pull:
+                size = _SIZES[dtype]
+                whole = route.piece // size
+                for _ in range((nbytes - 1) // route.piece):
+                    arguments[first], arguments[first + 1], arguments[first + 2] = input_, output, whole
+                    self._launch(configuration, stream, launch.arguments)
+                    input_, output, count = input_ + route.piece, output + route.piece, count - whole
+            arguments[first] = input_
+            arguments[first + 1] = output
+            arguments[first + 2] = count
             self._launch(configuration, stream, launch.arguments)
+            outcome = DONE
         except CommError as error:
             raise self._broken(error, stream) from None
+        finally:
+            lane.end(outcome)
         return True
-
-    def _queue(
-        self,
-        configuration: LaunchConfiguration,
-        launch: Launch,
-        input_: int,
-        output: int,
-        count: int,
-        stream: int,
-    ) -> None:
-        """Launch one kernel; `all_reduce` repeats this to save a call."""
-        words, first = launch.words, launch.first
-        words[first] = input_
-        words[first + 1] = output
-        words[first + 2] = count
-        try:
-            self._launch(configuration, stream, launch.arguments)
-        except CommError as error:
-            raise self._broken(error, stream) from None
 
     def reduce_scatter(self, input_: int, output: int, count: int, dtype: torch.dtype, stream: int) -> bool:
         """Sum the ranks' inputs of `world_size` consecutive parts; rank i gets the `count` elements of part i.
@@ -261,7 +254,11 @@ class CustomAllReduce(KernelCalls, FusedCalls):
             return False
         if operation != "all_gather" and (input_ | output) & 15:
             raise self._misaligned(operation, input_, output)
-        self._queue(configuration, launch, input_, output, count, stream)
+        words, first = launch.words, launch.first
+        words[first] = input_
+        words[first + 1] = output
+        words[first + 2] = count
+        self._launched(kind_of(operation), nbytes, configuration, stream, launch.arguments)
         return True
 
     # ------------------------------------------------------------------ streams

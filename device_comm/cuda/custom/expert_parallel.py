@@ -32,8 +32,12 @@ from device_comm.cuda.policy.shapes import most_blocks
 from device_comm.experts.exchange import ExchangedRows, ExchangeRequest
 from device_comm.process_group import dense
 from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.status.kinds import kind_of
 
 __all__ = ["ExpertKernels"]
+
+_DISPATCH: Final = kind_of("dispatch")
+_COMBINE: Final = kind_of("combine")
 
 # A dispatch moves bytes, so one module serves every dtype.
 _DISPATCH_DTYPE: Final = "bfloat16"
@@ -134,7 +138,7 @@ class ExpertKernels(KernelCalls):
         self, context: CustomContext, resources: _ExpertResources, stream: Callable[[], int]
     ) -> None:
         """Use `create`."""
-        super().__init__(context, resources)
+        super().__init__(context, resources, "experts")
         self.arena_bytes: int = context.settings.expert_arena_bytes
         self._ranks = len(context.peers.ranks)
         self._modules = resources.modules
@@ -241,7 +245,8 @@ class ExpertKernels(KernelCalls):
             [each.data_ptr() for each in addresses],
             tokens,
         )
-        self._launch(configuration, stream, arguments)
+        nbytes = sum(each.nbytes for each in sources)
+        self._launched(_DISPATCH, nbytes, configuration, stream, arguments)
         return rows
 
     def combine(
@@ -272,7 +277,7 @@ class ExpertKernels(KernelCalls):
             [*first, *(each.data_ptr() for each in addresses)],
             tokens,
         )
-        self._launch(configuration, stream, arguments)
+        self._launched(_COMBINE, source.nbytes, configuration, stream, arguments)
         return output
 
     def _combine_call(self, dtype: torch.dtype, hidden: int, request: ExchangeRequest) -> CombineCall:
@@ -319,11 +324,5 @@ class ExpertKernels(KernelCalls):
             )
         try:
             return self._modules.of(kernel, dtype)
-        except CommError as error:
-            raise self._broken(error, stream) from None
-
-    def _launch(self, configuration: LaunchConfiguration, stream: int, arguments: PreparedLaunch) -> None:
-        try:
-            self._driver.launch_configured(configuration, stream, arguments)
         except CommError as error:
             raise self._broken(error, stream) from None

@@ -21,6 +21,7 @@ from device_comm.cuda.policy.norm import NormPlan, choose_norm
 from device_comm.cuda.policy.shapes import norm_shape
 from device_comm.cuda.policy.table import PolicyTable
 from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.status.kinds import kind_of
 
 __all__ = ["FUSED_FAMILIES", "MOST_ROUTES", "NAMES", "FusedCalls", "Scales"]
 
@@ -31,6 +32,8 @@ MOST_ROUTES: Final = 4096
 FUSED_FAMILIES: Final = ("norm", "norm_fp8", "norm_nvfp4", "finalize")
 """The families of the kernels that are launched here."""
 
+_NORM: Final = kind_of("all_reduce_add_rms_norm")
+_FINALIZE: Final = kind_of("moe_finalize_all_reduce")
 # Of a block that sums experts without communication: one for each vector.
 _FINALIZE_THREADS: Final = 256
 _FLOAT_WORD: Final = struct.Struct("<fI")
@@ -182,10 +185,8 @@ class FusedCalls(ABC):
         words[at + 7] = self._eps_word
         if scales is not None:
             words[at + 8], words[at + 9] = scales.given, scales.made
-        try:
-            self._launch(configuration, stream, launch.arguments)
-        except CommError as error:
-            raise self._broken(error, stream) from None
+        nbytes = rows * hidden * dtype.itemsize
+        self._launched(_NORM, nbytes, configuration, stream, launch.arguments)
 
     # ------------------------------------------------------------------ sums of experts
 
@@ -222,7 +223,9 @@ class FusedCalls(ABC):
         plan = self._finalize_plan(sizes[0], sizes[1], dtype, self._is_captured(stream))
         if plan is None:
             return False
-        self._finalize(plan, addresses, sizes, dtype, stream)
+        launch, configuration = self._fill_finalize(plan, addresses, sizes, dtype, stream)
+        nbytes = sizes[0] * sizes[1] * dtype.itemsize
+        self._launched(_FINALIZE, nbytes, configuration, stream, launch.arguments)
         return True
 
     def moe_finalize(
@@ -238,26 +241,27 @@ class FusedCalls(ABC):
         vectors = tokens * hidden * dtype.itemsize // VECTOR_BYTES
         grid = blocks_for(vectors, _FINALIZE_THREADS, self._all_blocks())
         plan = NormPlan(kernel="moe_finalize", grid=grid, threads=_FINALIZE_THREADS, cluster=1)
-        self._finalize(plan, addresses, sizes, dtype, stream)
+        launch, configuration = self._fill_finalize(plan, addresses, sizes, dtype, stream)
+        try:
+            self._launch(configuration, stream, launch.arguments)
+        except CommError as error:
+            raise self._broken(error, stream) from None
 
-    def _finalize(
+    def _fill_finalize(
         self,
         plan: NormPlan,
         addresses: Sequence[int],
         sizes: tuple[int, int, int, int],
         dtype: torch.dtype,
         stream: int,
-    ) -> None:
+    ) -> tuple[Launch, LaunchConfiguration]:
         outputs, _, _, addend, result = addresses
         if (outputs | addend | result) & 15:
             raise self._misaligned(plan.kernel, outputs, addend, result)
         launch, configuration = self._prepare(plan, dtype, stream)
         for place, word in enumerate((*addresses, *sizes), launch.first):
             launch.words[place] = word
-        try:
-            self._launch(configuration, stream, launch.arguments)
-        except CommError as error:
-            raise self._broken(error, stream) from None
+        return launch, configuration
 
     # ------------------------------------------------------------------ launches
 
@@ -288,6 +292,17 @@ class FusedCalls(ABC):
         self, launch: Launch, stream: int, grid: int, threads: int, cluster: int = 1
     ) -> LaunchConfiguration:
         """Return the configuration of a launch."""
+
+    @abstractmethod
+    def _launched(
+        self,
+        kind: int,
+        nbytes: int,
+        configuration: LaunchConfiguration,
+        stream: int,
+        arguments: PreparedLaunch,
+    ) -> None:
+        """Launch the kernel of a call, and show it as one of `kind` to which this rank brings `nbytes`."""
 
     @abstractmethod
     def _broken(self, error: CommError, stream: int) -> CommError:

@@ -10,11 +10,18 @@ from typing import Final
 from device_comm.cuda.custom.release import CAPTURE_ERRORS
 from device_comm.cuda.custom.resources import CustomContext, CustomResources
 from device_comm.cuda.custom.streams import StreamOrder
+from device_comm.cuda.driver import LaunchConfiguration, PreparedLaunch
+from shm_broadcast._core import StatusLane
 from shm_broadcast.errors import ClosedError, CommError, CudaError
+from shm_broadcast.status.layout import NOBODY, Outcome
 
-__all__ = ["KernelCalls"]
+__all__ = ["DONE", "FAILED", "KernelCalls"]
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+DONE: Final = int(Outcome.DONE)
+"""The outcome of a call whose kernel is queued."""
+FAILED: Final = int(Outcome.FAILED)
 
 # Interval at which `stop` checks whether queued calls are done.
 _FLUSH_PAUSE_S: Final = 0.001
@@ -30,8 +37,8 @@ class KernelCalls:
         context: The inputs from which it was built.
     """
 
-    def __init__(self, context: CustomContext, resources: CustomResources) -> None:
-        """Take over `resources`, which `destroy` frees."""
+    def __init__(self, context: CustomContext, resources: CustomResources, plane: str) -> None:
+        """Take over `resources`, which `destroy` frees; the status page shows the calls as those of `plane`."""
         self.context: CustomContext = context
         self._driver = context.driver
         self._health = context.health
@@ -42,6 +49,9 @@ class KernelCalls:
         self._is_open = True
         self._is_destroyed = False
         self._was_raised = False
+        # Calls are shown until their kernel is queued, with numbers that count those of all ranks alike.
+        self._lane: StatusLane = context.health.shown.queued_lane(plane, "our kernels")
+        self._queued = 0
 
     # ------------------------------------------------------------------ streams
 
@@ -92,6 +102,28 @@ class KernelCalls:
             self._order.admit(stream, operation)
         except CudaError as error:
             raise self._broken(error, stream) from None
+
+    # ------------------------------------------------------------------ queueing
+
+    def _launched(
+        self,
+        kind: int,
+        nbytes: int,
+        configuration: LaunchConfiguration,
+        stream: int,
+        arguments: PreparedLaunch,
+    ) -> None:
+        """Launch the kernel of a call, and show it as one of `kind` to which this rank brings `nbytes`."""
+        self._queued += 1
+        lane, outcome = self._lane, FAILED
+        lane.begin(kind, self._queued, nbytes, NOBODY)
+        try:
+            self._driver.launch_configured(configuration, stream, arguments)
+            outcome = DONE
+        except CommError as error:
+            raise self._broken(error, stream) from None
+        finally:
+            lane.end(outcome)
 
     # ------------------------------------------------------------------ failures
 

@@ -21,9 +21,11 @@ from shm_broadcast.errors import DecodeError
 from shm_broadcast.segment import is_sealed
 from shm_broadcast.status.layout import NAME, PAGE_BYTES
 
-__all__ = ["Found", "Search", "find_pages"]
+__all__ = ["Found", "Memory", "Search", "find_memory", "find_pages", "map_page", "owner_of", "processes"]
 
 _LINK: Final = f"/memfd:{NAME}"
+# Pages, queues, and what groups share.
+_LINKS: Final = "/memfd:group-coordinator"
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -54,6 +56,20 @@ class Search(msgspec.Struct, frozen=True):
     faults: dict[int, str]
 
 
+class Memory(msgspec.Struct, frozen=True):
+    """A descriptor of shared memory of ours.
+
+    Attributes:
+        link: The entry of /proc/PID/fd.
+        place: Device and inode, which tell what memory it is.
+        is_page: Whether it is a status page.
+    """
+
+    link: str
+    place: tuple[int, int]
+    is_page: bool
+
+
 def find_pages(pids: Iterable[int] | None = None, *, records: bool = True) -> Search:
     """Return the pages that the processes `pids` hold; by default those of all processes that this one may read.
 
@@ -61,16 +77,13 @@ def find_pages(pids: Iterable[int] | None = None, *, records: bool = True) -> Se
         pids: As this process sees them.
         records: Whether to decode the calls that have ended; see `decode_page`.
     """
-    candidates = (
-        [int(name) for name in os.listdir("/proc") if name.isdecimal()] if pids is None else list(pids)
-    )
-    places: dict[tuple[int, int], list[tuple[int, Path]]] = {}
+    places: dict[tuple[int, int], list[tuple[int, str]]] = {}
     refused, faults = [], {}
-    for pid in sorted(candidates):
+    for pid in sorted(processes() if pids is None else pids):
         try:
-            for link in _links(pid):
-                status = link.stat()
-                places.setdefault((status.st_dev, status.st_ino), []).append((pid, link))
+            for memory in find_memory(pid):
+                if memory.is_page:
+                    places.setdefault(memory.place, []).append((pid, memory.link))
         except PermissionError:
             refused.append(pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -84,26 +97,55 @@ def find_pages(pids: Iterable[int] | None = None, *, records: bool = True) -> Se
             continue
         if page is not None:
             holders = tuple(sorted({pid for pid, _ in held}))
-            found.append(Found(page, _owner(page, holders), holders))
+            found.append(Found(page, owner_of(page, holders), holders))
     found.sort(key=lambda each: (each.page.rank is None, each.page.rank or 0, each.page.pid))
     return Search(tuple(found), tuple(refused), faults)
 
 
-def _links(pid: int) -> list[Path]:
-    """Return the entries of /proc/PID/fd that are status pages."""
-    folder = Path(f"/proc/{pid}/fd")
+def processes() -> list[int]:
+    """Return the ids of all processes that this one sees."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def find_memory(pid: int) -> list[Memory]:
+    """Return the shared memory of ours that a process has descriptors of.
+
+    Raises:
+        PermissionError: This process may not read that.
+        FileNotFoundError, ProcessLookupError: The process has ended.
+    """
+    folder = f"/proc/{pid}/fd"
     found = []
     for name in os.listdir(folder):
-        link = folder / name
+        link = f"{folder}/{name}"
         try:
-            if os.readlink(link).startswith(_LINK):
-                found.append(link)
+            target = os.readlink(link)
+            if target.startswith(_LINKS):
+                status = Path(link).stat()
+                found.append(Memory(link, (status.st_dev, status.st_ino), target.startswith(_LINK)))
         except FileNotFoundError:
             continue  # closed meanwhile
     return found
 
 
-def _read(links: Iterable[Path], records: bool) -> Page | None:
+def map_page(link: str) -> mmap.mmap:
+    """Map a status page, read-only. The mapping outlives its process.
+
+    Raises:
+        DecodeError: It is not sealed, so that an access might fail, or has another size.
+        OSError: It has gone, or this process may not read it.
+    """
+    # It may have become something else meanwhile, such as a pipe, whose opening would wait.
+    descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not is_sealed(descriptor) or os.fstat(descriptor).st_size != PAGE_BYTES:
+            raise DecodeError(f"{link} is not a sealed memfd of {PAGE_BYTES} bytes")
+        return mmap.mmap(descriptor, PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+
+
+def _read(links: Iterable[str], records: bool) -> Page | None:
     """Return what the page says that all of `links` are; None if all of them have gone meanwhile.
 
     Raises:
@@ -111,22 +153,17 @@ def _read(links: Iterable[Path], records: bool) -> Page | None:
     """
     for link in links:
         try:
-            descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+            memory = map_page(link)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        try:
-            if not is_sealed(descriptor) or os.fstat(descriptor).st_size != PAGE_BYTES:
-                raise DecodeError(f"{link} is not a sealed memfd of {PAGE_BYTES} bytes")
-            with mmap.mmap(descriptor, PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ) as memory:
-                copy = _core.status_copy(memory)
-            # A page that is being made has no magic number yet.
-            return decode_page(copy, records) if any(copy[:8]) else None
-        finally:
-            os.close(descriptor)
+        with memory:
+            copy = _core.status_copy(memory)
+        # A page that is being made has no magic number yet.
+        return decode_page(copy, records) if any(copy[:8]) else None
     return None
 
 
-def _owner(page: Page, holders: Iterable[int]) -> int | None:
+def owner_of(page: Page, holders: Iterable[int]) -> int | None:
     """Return the holder that is the page's process."""
     for pid in holders:
         try:

@@ -1,0 +1,225 @@
+"""Look at the processes of this host again and again, for `top`: cheaply, and also when they stop, hang or end.
+
+A page that was found stays mapped, so that a look copies 0.4 MB and asks `/proc` for one process. Who else has a page
+is searched for rarely, as that takes a look at each descriptor of each process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from coordinator.diagnosis import pages
+from coordinator.diagnosis.decoding import decode_page
+from coordinator.diagnosis.model import Page
+from coordinator.diagnosis.processes import Process, look_at
+from coordinator.diagnosis.queues import Ring, read_rings
+from shm_broadcast import _core
+from shm_broadcast.errors import DecodeError
+
+__all__ = ["Sample", "Sampler", "Seen", "jobs_of"]
+
+# A process is searched for its page this often while it is new, then seldom; a search may take this share of a core.
+SEARCH_S: Final = 1.5
+SEARCH_SHARE: Final = 0.005
+# A page of a process that has ended is shown for this long if nobody else keeps it.
+KEPT_S: Final = 60.0
+# How many of the newest calls tell how late a rank is.
+NEWEST: Final = 128
+
+Place = tuple[int, int]
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A page, and its process.
+
+    Attributes:
+        page: What it says.
+        pid: Its process as this one sees it; None if that has ended or is not seen here.
+        process: What the kernel says of that; None if it has ended.
+        holders: Processes that have the page.
+        job: Number of the job, from 0; pages of one job share memory.
+        shift_ns: What turns a time of the page into one of this process, if they live in two time namespaces.
+    """
+
+    page: Page
+    pid: int | None
+    process: Process | None
+    holders: tuple[int, ...]
+    job: int
+    shift_ns: int
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether its process has ended."""
+        return self.process is None or self.process.has_ended
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """All pages at one moment.
+
+    Attributes:
+        at_ns: When, on CLOCK_MONOTONIC.
+        seen: The pages, by job and rank.
+        rings: Queues and channels.
+        refused: Processes whose descriptors this process may not read.
+        faults: What is wrong with pages that cannot be decoded, by holder.
+    """
+
+    at_ns: int
+    seen: tuple[Seen, ...]
+    rings: tuple[Ring, ...]
+    refused: tuple[int, ...]
+    faults: dict[int, str]
+
+
+class _Kept:
+    """A page that stays mapped."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        self.holders: dict[int, None] = {}
+        self.pid: int | None = None
+        self.start_ticks = -1
+        self.ended_s: float | None = None
+
+
+class Sampler:
+    """Finds pages and looks at them. One thread uses it; `close` lets the pages go."""
+
+    def __init__(self) -> None:
+        """Look at nothing yet."""
+        self._kept: dict[Place, _Kept] = {}
+        # What memory of ours each process had at the last search.
+        self._memory: dict[int, list[pages.Memory]] = {}
+        self._refused: set[int] = set()
+        self._faults: dict[int, str] = {}
+        self._next_search_s = 0.0
+        self._clock_namespace = _time_namespace()
+
+    def close(self) -> None:
+        """Let the pages go. Idempotent."""
+        for kept in self._kept.values():
+            kept.memory.close()
+        self._kept.clear()
+
+    def sample(self) -> Sample:
+        """Look at every page, and search for new ones if it is time."""
+        if time.monotonic() >= self._next_search_s:
+            began_s = time.thread_time()
+            self._search()
+            took_s = time.thread_time() - began_s
+            self._next_search_s = time.monotonic() + max(SEARCH_S, took_s / SEARCH_SHARE)
+        found: list[tuple[Place, Page]] = []
+        faults = dict(self._faults)
+        for place, kept in list(self._kept.items()):
+            copy = _core.status_copy(kept.memory)
+            if not any(copy[:8]):
+                continue  # it is being made
+            try:
+                page = decode_page(copy, newest=NEWEST)
+            except DecodeError as error:
+                faults[next(iter(kept.holders), 0)] = str(error)
+                continue
+            if kept.start_ticks != page.start_ticks:
+                kept.pid, kept.start_ticks = pages.owner_of(page, kept.holders), page.start_ticks
+            found.append((place, page))
+        return self._sampled(found, faults)
+
+    def _sampled(self, found: list[tuple[Place, Page]], faults: dict[int, str]) -> Sample:
+        jobs = jobs_of([(place, self._shared_with(place)) for place, _ in found])
+        now_ns = time.monotonic_ns()
+        seen = []
+        for place, page in found:
+            kept = self._kept[place]
+            process = look_at(kept.pid) if kept.pid is not None else None
+            if process is not None and process.start_ticks != page.start_ticks:
+                process = None  # another one has the number now
+            seen.append(Seen(page, kept.pid, process, tuple(kept.holders), jobs[place], self._shift_ns(page)))
+            self._forget(place, kept, seen[-1].has_ended)
+        seen.sort(key=lambda each: (each.job, each.page.rank is None, each.page.rank or 0, each.page.pid))
+        rings = read_rings((each.page, None if each.has_ended else each.pid) for each in seen)
+        return Sample(now_ns, tuple(seen), rings, tuple(sorted(self._refused)), faults)
+
+    def _forget(self, place: Place, kept: _Kept, has_ended: bool) -> None:
+        """Let a page go that this process alone has kept for long enough."""
+        if not has_ended:
+            kept.ended_s = None
+            return
+        if kept.ended_s is None:
+            kept.ended_s = time.monotonic()
+        if not kept.holders and time.monotonic() - kept.ended_s >= KEPT_S:
+            kept.memory.close()
+            del self._kept[place]
+
+    def _shared_with(self, place: Place) -> set[object]:
+        """Return what tells that two pages belong to one job: who holds them, and the memory that those share."""
+        kept = self._kept[place]
+        marks: set[object] = set(kept.holders)
+        own = self._memory.get(kept.pid, []) if kept.pid is not None else []
+        return marks | {memory.place for memory in own if not memory.is_page}
+
+    def _shift_ns(self, page: Page) -> int:
+        if page.time_namespace == self._clock_namespace:
+            return 0
+        return page.realtime_ns - (time.time_ns() - time.monotonic_ns())
+
+    def _search(self) -> None:
+        """Look at the descriptors of all processes."""
+        self._memory, self._faults, self._refused = {}, {}, set()
+        for kept in self._kept.values():
+            kept.holders = {}
+        for pid in sorted(pages.processes()):
+            try:
+                self._memory[pid] = pages.find_memory(pid)
+            except PermissionError:
+                self._refused.add(pid)
+                continue
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended meanwhile
+            for memory in self._memory[pid]:
+                if memory.is_page:
+                    self._keep(pid, memory)
+
+    def _keep(self, pid: int, memory: pages.Memory) -> None:
+        kept = self._kept.get(memory.place)
+        if kept is None:
+            # What has gone meanwhile is no page to be shown.
+            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                try:
+                    kept = self._kept[memory.place] = _Kept(pages.map_page(memory.link))
+                except DecodeError as error:
+                    self._faults[pid] = str(error)
+        if kept is not None:
+            if kept.pid is None:
+                kept.start_ticks = -1  # ask again whose it is
+            kept.holders[pid] = None
+
+
+def jobs_of(marked: Iterable[tuple[Place, set[object]]]) -> dict[Place, int]:
+    """Return the number of the job of each page: those that share a mark, also by others between them, have one job."""
+    jobs: list[tuple[set[object], list[Place]]] = []
+    for place, marks in marked:
+        joined: tuple[set[object], list[Place]] = (set(marks), [place])
+        rest = []
+        for job in jobs:
+            if job[0].isdisjoint(joined[0]):
+                rest.append(job)
+            else:
+                joined = (job[0] | joined[0], job[1] + joined[1])
+        jobs = [*rest, joined]
+    return {place: number for number, (_, places) in enumerate(jobs) for place in places}
+
+
+def _time_namespace() -> int:
+    """Return the inode of this process's time namespace; 0 on kernels that have none."""
+    try:
+        return Path("/proc/self/ns/time").stat().st_ino
+    except OSError:
+        return 0

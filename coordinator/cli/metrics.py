@@ -1,0 +1,62 @@
+"""`python -m coordinator metrics`: export what the ranks of this host do, until it is stopped."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+from coordinator.diagnosis.metrics.exporter import FILE_NAME, MetricsServer, write_metrics
+from coordinator.diagnosis.metrics.reader import MetricsReader, read_host
+from shm_broadcast.errors import UsageError
+
+__all__ = ["export_metrics"]
+
+
+def export_metrics(*, listen: str | None, textfile: Path | None, interval_s: float) -> int:
+    """Export until SIGTERM or Ctrl-C, which are the ordinary end; return the exit status.
+
+    Args:
+        listen: "HOST:PORT" to serve GET /metrics on.
+        textfile: Otherwise the directory of node_exporter's textfile collector.
+        interval_s: Seconds between two files.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if listen is not None:
+            _serve(listen)
+        elif textfile is not None:
+            _write(textfile, interval_s)
+    except KeyboardInterrupt:
+        return 0
+    except UsageError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"the metrics cannot be written: {error}\n")
+        return 1
+    return 0
+
+
+def _serve(listen: str) -> None:
+    with MetricsServer(listen) as server:
+        sys.stdout.write(f"metrics of this host's ranks: {server.url}\n")
+        sys.stdout.flush()
+        server.serve_forever()
+
+
+def _write(directory: Path, interval_s: float) -> None:
+    if not directory.is_dir():
+        raise UsageError(f"{str(directory)!r} is not a directory")
+    reader = MetricsReader(read_host)
+    try:
+        file = write_metrics(directory, reader)
+        sys.stdout.write(f"metrics of this host's ranks: {file}, every {interval_s:g} s\n")
+        sys.stdout.flush()
+        while True:
+            time.sleep(interval_s)
+            write_metrics(directory, reader)
+    finally:
+        # node_exporter would go on showing the last values as if they were today's.
+        (directory / FILE_NAME).unlink(missing_ok=True)

@@ -1,0 +1,162 @@
+"""Name the metrics, and make them of a reading: one list for all ways in which they leave.
+
+The labels are `rank`, `group`, `plane` and `op`, and never a pid, the number of a call or a size: each value of a label
+is a series of its own, which Prometheus keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
+from typing import Final, Literal, NamedTuple
+
+from coordinator.diagnosis.metrics.totals import Counts, Key, Member, Reading
+from shm_broadcast.status.layout import BUCKETS, FIRST_BUCKET_NS
+
+__all__ = ["PREFIX", "Family", "Sample", "families_of"]
+
+PREFIX: Final = "group_coordinator_"
+_CALL: Final = ("rank", "group", "plane", "op")
+_MEMBER: Final = ("rank", "group")
+# Limits of the exported histogram in seconds, and up to which bucket of the page each reaches: from 1 us by factors
+# of 4 to 69 s. Half of the page's limits, because each is a series for each rank, group, plane and op.
+_LIMITS: Final = [(FIRST_BUCKET_NS * 2**place / 1e9, place) for place in range(2, BUCKETS - 1, 2)]
+
+
+class Sample(NamedTuple):
+    """One series.
+
+    Attributes:
+        labels: Values, in the order of the family's labels.
+        value: In the unit of the family's name; of a histogram the sum.
+        buckets: Of a histogram: each limit, and how many values are below it; the last limit is infinite.
+    """
+
+    labels: tuple[str, ...]
+    value: float
+    buckets: tuple[tuple[float, int], ...] = ()
+
+
+class Family(NamedTuple):
+    """The series of one name.
+
+    Attributes:
+        name: Of the metric, as Prometheus shows it.
+        kind: What it is.
+        help: A sentence.
+        labels: Names.
+        samples: One for each combination of values.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...]
+    samples: tuple[Sample, ...]
+
+
+class _Counter(NamedTuple):
+    name: str
+    help: str
+    value: Callable[[Counts], float]
+
+
+_COUNTERS: Final = (
+    _Counter("calls_total", "Calls that have ended.", lambda counts: counts.calls),
+    _Counter("bytes_total", "Bytes that the rank brought to its calls.", lambda counts: counts.nbytes),
+    _Counter(
+        "wait_seconds_total",
+        "Time for which the rank waited for the last rank to come.",
+        lambda counts: counts.waited_ns / 1e9,
+    ),
+    _Counter("last_arrivals_total", "Calls to which the rank came last.", lambda counts: counts.last),
+    _Counter(
+        "late_seconds_total",
+        "Time by which the rank came after the one before, in calls to which it came last.",
+        lambda counts: counts.late_ns / 1e9,
+    ),
+)
+
+
+def families_of(reading: Reading) -> Iterator[Family]:
+    """Return the metrics, in a fixed order; the series of each are ordered too."""
+    counts = sorted(reading.counts.items())
+    for each in _COUNTERS:
+        yield _family(
+            each.name, "counter", each.help, _CALL, (Sample(key, each.value(of)) for key, of in counts)
+        )
+    yield _family(
+        "errors_total",
+        "counter",
+        'Calls that have ended with an error: "disagreed" if the calls of the ranks differ, else "failed".',
+        (*_CALL, "error"),
+        (
+            Sample((*key, error), number)
+            for key, of in counts
+            for error, number in (("disagreed", of.disagreed), ("failed", of.failed))
+        ),
+    )
+    yield _family(
+        "wait_seconds",
+        "histogram",
+        "How long the rank waited in a call for the last rank to come.",
+        _CALL,
+        (Sample(key, of.waited_ns / 1e9, _buckets(of)) for key, of in counts),
+    )
+    yield _family(
+        "inflight_seconds",
+        "gauge",
+        "For how long the call has gone on that the rank is in; 0 if it is in none.",
+        _CALL,
+        _samples(reading.inflight_s),
+    )
+    yield _family(
+        "group_usable",
+        "gauge",
+        "1 if the rank can use the group; 0 while it is created, and once it is broken.",
+        _MEMBER,
+        _samples(reading.usable),
+    )
+    yield _family(
+        "epoch", "gauge", "How often the members of the group have changed.", _MEMBER, _samples(reading.epoch)
+    )
+    yield _family(
+        "processes",
+        "gauge",
+        "Live processes whose status page was read.",
+        (),
+        [Sample((), reading.processes)],
+    )
+    yield _family(
+        "undecodable_pages",
+        "gauge",
+        "Status pages that could not be decoded, such as those of another release.",
+        (),
+        [Sample((), reading.undecodable)],
+    )
+    yield _family(
+        "build_info",
+        "gauge",
+        "1; the label is the version of group-coordinator that exports.",
+        ("version",),
+        [Sample((version("group-coordinator"),), 1)],
+    )
+
+
+def _family(
+    name: str,
+    kind: Literal["counter", "gauge", "histogram"],
+    help_: str,
+    labels: tuple[str, ...],
+    samples: Iterable[Sample],
+) -> Family:
+    return Family(PREFIX + name, kind, help_, labels, tuple(samples))
+
+
+def _samples(values: Mapping[Key, float] | Mapping[Member, float]) -> Iterator[Sample]:
+    return (Sample(tuple(labels), float(value)) for labels, value in sorted(values.items()))
+
+
+def _buckets(counts: Counts) -> tuple[tuple[float, int], ...]:
+    below = [(limit, sum(counts.waits[: place + 1])) for limit, place in _LIMITS]
+    return (*below, (float("inf"), sum(counts.waits)))

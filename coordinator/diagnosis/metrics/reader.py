@@ -1,0 +1,60 @@
+"""Read status pages for metrics: those of a whole host, or this process's own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from coordinator.diagnosis.metrics.totals import Reading, Totals
+from coordinator.diagnosis.model import Page
+from coordinator.diagnosis.pages import Found, Search, find_pages
+from shm_broadcast.liveness import fork_count
+
+__all__ = ["MetricsReader", "read_host", "read_own"]
+
+
+def read_host() -> Search:
+    """Return the pages of all processes that this one may read."""
+    return find_pages(records=False)
+
+
+def read_own() -> Search:
+    """Return the page of this process, if it has made a group or queue."""
+    search = find_pages([os.getpid()], records=False)
+    # A rank may hold the pages of others too; these export themselves.
+    return msgspec.structs.replace(
+        search, found=tuple(each for each in search.found if each.pid == os.getpid())
+    )
+
+
+class MetricsReader:
+    """Reads pages, and keeps the sums. Any thread may call it: one at a time reads."""
+
+    def __init__(self, search: Callable[[], Search]) -> None:
+        """Read what `search` finds."""
+        self._search = search
+        self._lock = threading.Lock()
+        self._totals = Totals(_with_records)
+        self._forks = fork_count()
+
+    def read(self) -> Reading:
+        """Return the sums. In a forked child they begin again: what its parent has counted, that one exports."""
+        if self._forks != fork_count():
+            # A thread of the parent may have held the lock.
+            self._lock = threading.Lock()
+            self._totals = Totals(_with_records)
+            self._forks = fork_count()
+        with self._lock:
+            return self._totals.update(self._search())
+
+
+def _with_records(found: Found) -> Page | None:
+    """Return the page again, with the calls that have ended; None if it has gone."""
+    same = (found.page.pid_namespace, found.page.pid, found.page.start_ticks)
+    for each in find_pages(found.holders).found:
+        if (each.page.pid_namespace, each.page.pid, each.page.start_ticks) == same:
+            return each.page
+    return None

@@ -1,4 +1,4 @@
-"""The commands of `python -m coordinator`: `info`, `check`, `demo`."""
+"""The commands of `python -m coordinator`, of which `--help` shows a list."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from coordinator.cli.info import show_info
 
         return show_info(as_json=options.json, tries=not options.no_start)
+    if options.command == "trace":
+        from coordinator.cli.trace import write_trace
+
+        return write_trace(options.out, options.directory, options.pid)
     from coordinator.cli.local_ranks import run_job, run_rank
 
     if options.command == "rank":
@@ -40,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m coordinator",
         description="Parallel groups for LLM serving: inspect this installation, verify it, and try it out.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,check,demo}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser("info", help="show versions, devices, libraries and the chosen algorithms")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.add_argument(
@@ -64,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="PART",
                 help="check only this part, such as all_reduce; may be repeated",
             )
+    _add_trace(commands)
     # Internal: `check`, `demo` and `info` start their ranks with this command.
     rank = commands.add_parser("rank")
     rank.add_argument("job", choices=("check", "demo", "start-up"))
@@ -73,6 +78,21 @@ def _parser() -> argparse.ArgumentParser:
     rank.add_argument("--launcher", type=int, required=True)
     rank.add_argument("--only", action="append", default=[])
     return parser
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    trace = commands.add_parser("trace", help="write the last calls of the ranks as a trace for Perfetto")
+    trace.add_argument("out", type=Path, metavar="OUT.json", help="the file; with .gz it is compressed")
+    trace.add_argument(
+        "directory",
+        type=Path,
+        nargs="?",
+        metavar="DIR",
+        help="files of status pages, also of several hosts (default: the processes on this host)",
+    )
+    trace.add_argument(
+        "--pid", type=int, action="append", default=[], help="only this process; may be repeated"
+    )
 
 
 def _ranks(text: str) -> int:

@@ -1,0 +1,77 @@
+"""Tell which groups and calls of several pages are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from coordinator.diagnosis.model import Group, Page, Record
+from shm_broadcast.status.kinds import ALGORITHMS
+
+__all__ = ["GroupKey", "PageGroups", "ambiguous_groups", "carrier_of"]
+
+# Shared memory says which of its ways it took for a sum.
+_SHARED: Final = frozenset({"shared memory", *ALGORITHMS.values()})
+
+
+class GroupKey(NamedTuple):
+    """What is equal for a group on all its ranks.
+
+    Attributes:
+        name: Its unique name, which the tensor-parallel groups of one job share.
+        epoch: How often its members have changed.
+        world_size: Its members.
+        ranks: The first 256 of them.
+        later: How many groups with these values the process has made since: who leaves a world and joins it again has
+            groups of the same names.
+    """
+
+    name: str
+    epoch: int
+    world_size: int
+    ranks: tuple[int, ...]
+    later: int
+
+
+class PageGroups:
+    """The groups of one page.
+
+    Attributes:
+        keys: The key of each group, and the group.
+    """
+
+    def __init__(self, page: Page) -> None:
+        """Find the groups of `page`."""
+        self.keys: dict[GroupKey, Group] = {}
+        self._named: dict[tuple[str, int], list[tuple[GroupKey, Group]]] = {}
+        for group in sorted(page.groups, key=lambda each: -each.created_ns):
+            named = self._named.setdefault((group.name, group.epoch), [])
+            later = sum(other.ranks == group.ranks for _, other in named)
+            key = GroupKey(group.name, group.epoch, group.world_size, group.ranks, later)
+            self.keys[key] = group
+            named.append((key, group))
+
+    def of(self, record: Record) -> tuple[GroupKey, Group] | None:
+        """Return the group of a call: of those with its name the newest one that existed when it began."""
+        named = self._named.get((record.group, record.epoch), ())
+        return next((each for each in named if each[1].created_ns <= record.begin_ns), None)
+
+
+def ambiguous_groups(pages: Sequence[Page]) -> dict[GroupKey, tuple[int, int]]:
+    """Return the groups of which two pages claim one place, as those of two jobs do, with the pids of two such pages.
+
+    Which of their calls belong together cannot be told.
+    """
+    seen: dict[tuple[GroupKey, int], int] = {}
+    found: dict[GroupKey, tuple[int, int]] = {}
+    for page in pages:
+        for key, group in PageGroups(page).keys.items():
+            first = seen.setdefault((key, group.place), page.pid)
+            if first != page.pid:
+                found.setdefault(key, (first, page.pid))
+    return found
+
+
+def carrier_of(record: Record) -> str:
+    """Return what numbers the calls: shared memory and process groups do so apart, also in one plane."""
+    return "shared memory" if record.algorithm in _SHARED else record.algorithm

@@ -1,0 +1,337 @@
+"""Find who is at fault, from what was seen of all processes. Pure: pages in, verdict out.
+
+The rules are asked in a fixed order; the first that names somebody gives the cause. No rule compares the clocks of two
+hosts: numbers of calls, which count from a group's creation, tell who is behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from coordinator.diagnosis.blame.divergence import first_divergence
+from coordinator.diagnosis.blame.evidence import Evidence, Failure
+from coordinator.diagnosis.blame.members import Job, Node, operation_of
+from coordinator.diagnosis.blame.verdict import Culprit, Finding, Rule, Verdict, called
+from coordinator.diagnosis.blame.wait_graph import Edge, WaitGraph, slowest_readers
+from coordinator.diagnosis.model import Record
+
+__all__ = ["STRAGGLER_CALLS", "STRAGGLER_LAST", "STRAGGLER_LATE", "judge"]
+
+STRAGGLER_CALLS: Final = 200
+"""Calls that must be seen before a rank is named for coming last."""
+STRAGGLER_LAST: Final = 0.5
+"""Part of these calls to which it must have come last."""
+STRAGGLER_LATE: Final = 0.1
+"""Part of the time of these calls that its lateness must take."""
+
+_MOST_DETAILS: Final = 16
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Return who is at fault, and what was not seen."""
+    job = Job(evidence)
+    graph = WaitGraph(job)
+    rules: tuple[Callable[[Job, WaitGraph], Iterator[Finding]], ...] = (
+        *(_dead, _divergent, _circles, _root_causes, _behind, _stalled, _stragglers),
+    )
+    found: list[Finding] = []
+    consequences: list[Finding] = []
+    for rule in rules:
+        # Who died of an error that another rule explains is no cause, and is told behind it.
+        for finding in rule(job, graph):
+            (consequences if finding.rule == "dead" and _is_consequence(job, finding) else found).append(
+                finding
+            )
+        if found:
+            break
+    found += consequences
+    groups = sorted({group.name for group in job.groups.values()})
+    processes = f"{len(job.processes)} process{'es' * (len(job.processes) != 1)}"
+    return Verdict(
+        tuple(found), f"{processes}, groups: {', '.join(groups) or 'none'}", (*_unseen(job), *evidence.unseen)
+    )
+
+
+def _dead(job: Job, graph: WaitGraph) -> Iterator[Finding]:
+    """Name who has died or was interrupted, as the others saw when their group broke."""
+    del graph
+    gone: dict[Node, list[str]] = {}
+    for node, process in enumerate(job.processes):
+        if process.state == "dead" and not _has_left_all(job, node):
+            gone.setdefault(node, [])
+    for node, process in enumerate(job.processes):
+        for name, states in process.others.items():
+            group = next((each for each in process.page.groups if each.name == name), None)
+            for place, state in states.items():
+                other = job.member(group, place) if group is not None else None
+                if state == "dead" and group is not None and other is not None:
+                    theirs = job.group_of(other, group.name, group.epoch)
+                    if theirs is None or theirs.state != "left":
+                        gone.setdefault(other, []).append(f"{job.name(node)} saw that its process had ended")
+    for node, failure in job.failures():
+        if failure.kind in ("lost", "interrupted"):
+            for other in job.at_fault(failure, node):
+                gone.setdefault(other, []).append(
+                    f"{job.name(node)}: {failure.group!r} broke in {failure.operation}: {failure.detail}"
+                )
+    for rank, why in job.ended.items():
+        gone.setdefault(-1 - rank, []).append(why)
+    if gone:
+        details = [line for node in sorted(gone) for line in dict.fromkeys(gone[node])]
+        yield _finding(job, "dead", sorted(gone), _broken_call(job), details)
+
+
+def _has_left_all(job: Job, node: Node) -> bool:
+    return all(group.state in ("left", "free") for group in job.processes[node].page.groups)
+
+
+def _is_consequence(job: Job, finding: Finding) -> bool:
+    """Return whether all who died had seen a failure, or a disagreement, before."""
+    nodes = [node for node, process in enumerate(job.processes) if process.page.rank in finding.ranks]
+    return bool(nodes) and all(
+        any(group.state == "broken" for group in job.processes[node].page.groups)
+        or any(position.outcome == "disagreed" for position in job.positions[node].values())
+        for node in nodes
+    )
+
+
+def _divergent(job: Job, graph: WaitGraph) -> Iterator[Finding]:
+    """Name who made the first call that differs, unless the ranks went on together."""
+    del graph
+    found = first_divergence(job)
+    if found is None or found.is_past:
+        return
+    odd = found.odd
+    culprits = [job.culprit(node, f"called {found.views[node]}") for node in odd]
+    others = sorted(set(found.views) - set(odd))
+    details = [f"{job.name(node)} called {found.views[node]}" for node in others]
+    if len(odd) == len(found.views):
+        details.append("no call has a majority, so that all are named")
+    yield Finding(
+        "divergent",
+        tuple(culprits),
+        found.views[odd[0]].call,
+        found.key.group,
+        found.key.plane,
+        found.number,
+        tuple(details[:_MOST_DETAILS]),
+    )
+
+
+def _circles(job: Job, graph: WaitGraph) -> Iterator[Finding]:
+    """Name the ranks that wait for each other: they entered groups, or calls between two ranks, in different orders."""
+    circle = graph.cycle()
+    if not circle:
+        return
+    culprits = [job.culprit(edge.source, _waits(edge, job)) for edge in circle]
+    first = circle[0]
+    orders = len({(edge.group, edge.plane) for edge in circle})
+    details = [f"the circle goes through {orders} groups or planes"] if orders > 1 else []
+    yield Finding(
+        "order", tuple(culprits), first.call, first.group, first.plane, first.number, tuple(details)
+    )
+
+
+def _waits(edge: Edge, job: Job) -> str:
+    where = called(edge.call, edge.number, edge.group, edge.plane)
+    return f"waits in {where} for {job.name(edge.target)}"
+
+
+def _root_causes(job: Job, graph: WaitGraph) -> Iterator[Finding]:
+    """Name those for whom others wait and who wait for nobody, the surest kind first."""
+    sinks = graph.sinks()
+    kinds: tuple[list[Node], ...] = (
+        [node for node in sinks if node >= 0 and job.processes[node].state in ("stopped", "dead")],
+        [node for node in sinks if node >= 0 and job.is_outside(node)],
+        [node for node in sinks if node >= 0 and not job.is_outside(node)],
+        [node for node in sinks if node < 0],
+    )
+    for nodes in kinds:
+        if nodes:
+            into = [edge for edges in graph.edges.values() for edge in edges if edge.target in nodes]
+            hard = [edge for edge in into if not edge.is_idle] or into
+            details = [edge.text(job) for edge in sorted(hard)]
+            details += _lags(job, nodes)
+            yield _finding(job, "root cause", nodes, hard[0] if hard else None, details)
+            return
+
+
+def _lags(job: Job, nodes: Sequence[Node]) -> Iterator[str]:
+    """Return how far the readers among `nodes` are behind in queues whose writers have no room."""
+    for ring in job.rings:
+        for reader in slowest_readers(ring) if ring.writer_waits else ():
+            node = job.end_of(reader.rank, reader.pid)
+            if node in nodes and node is not None:
+                yield (
+                    f"{job.name(node)} is {reader.behind_messages} messages and {reader.behind_bytes} bytes behind "
+                    f"in queue {ring.name!r}"
+                )
+
+
+def _behind(job: Job, graph: WaitGraph) -> Iterator[Finding]:
+    """Name who had not come to the call in which a group timed out, as its ranks have agreed."""
+    del graph
+    for node, failure in job.failures():
+        if failure.kind not in ("timeout", "left", "failed"):
+            continue
+        nodes = job.at_fault(failure, node)
+        if failure.kind == "failed" and not nodes:
+            nodes = job.at_fault(_by(failure), node)
+        if not nodes:
+            continue
+        within = f" within {failure.within_s:.1f} s" if failure.within_s else ""
+        verb = {"timeout": "had not come", "left": "had destroyed the group", "failed": "failed"}[
+            failure.kind
+        ]
+        names = ", ".join(job.name(each) for each in sorted(nodes))
+        details = [f"rank {failure.by} found in {failure.operation}: {names} {verb}{within}"]
+        details += [line for each in nodes for line in _came_late(job, each, failure)]
+        call, number = operation_of(failure)
+        culprits = tuple(job.culprit(each) for each in sorted(nodes))
+        plane = _plane_of(job, failure)
+        yield Finding("behind", culprits, call, failure.group, plane, number, tuple(details))
+        return
+
+
+def _by(failure: Failure) -> Failure:
+    return Failure(failure.group, failure.kind, (failure.by,), failure.by, failure.operation)
+
+
+def _plane_of(job: Job, failure: Failure) -> str:
+    """Return the plane of the call in which a group broke, as the page of the rank that found it shows."""
+    call, number = operation_of(failure)
+    for positions in job.positions:
+        for key, position in positions.items():
+            lane = position.lane
+            if (key.group, lane.call, lane.number) == (failure.group, call, number) and number:
+                return key.plane
+    return ""
+
+
+def _came_late(job: Job, node: Node, failure: Failure) -> Iterator[str]:
+    """Say what a rank did before it came; on its own clock."""
+    if node < 0:
+        return
+    call, number = operation_of(failure)
+    for key, position in job.positions[node].items():
+        lane = position.lane
+        if key.group != failure.group or (lane.call, lane.number) != (call, number) or not number:
+            continue
+        before = job.records[node].get(key, {}).get(number - 1)
+        if before is not None:
+            apart_s = (lane.begin_ns - before.end_ns) / 1e9
+            yield f"{job.name(node)} came {apart_s:.1f} s after the end of its {before.call} #{before.number}"
+
+
+def _stalled(job: Job, graph: WaitGraph) -> Iterator[Finding]:
+    """Name who is in a call that all have come to and that does not end: whoever still computes, or else all."""
+    for positions in job.positions:
+        for key, position in positions.items():
+            lane = position.blocked
+            if lane is None or (lane.state == "idle" and not _timed_out_together(job, key.group)):
+                continue
+            members = job.members(key)
+            theirs = {node: job.positions[node].get(key) for node in members if node >= 0}
+            if len(theirs) < len(members) or any(
+                each is None or each.blocked is None or each.reached != lane.number
+                for each in theirs.values()
+            ):
+                continue
+            if any(node in graph.edges or job.waits[node] for node in members):
+                continue
+            busy = [
+                node
+                for node, each in theirs.items()
+                if job.processes[node].state == "stopped"
+                or (each is not None and each.lane.state == "computing")
+            ]
+            culprits = [job.culprit(node) for node in sorted(busy or members)]
+            yield Finding("stalled", tuple(culprits), lane.call, key.group, key.plane, lane.number)
+            return
+
+
+def _timed_out_together(job: Job, group: str) -> bool:
+    return any(
+        failure.group == group and failure.kind == "timeout" and not failure.ranks
+        for _, failure in job.failures()
+    )
+
+
+def _stragglers(job: Job, graph: WaitGraph) -> Iterator[Finding]:
+    """Name who comes last to most calls of a group, if the others lose much of their time by that."""
+    del graph
+    named: set[tuple[str, str, Node]] = set()
+    for node, process in enumerate(job.processes):
+        lanes: dict[tuple[str, int, str], list[Record]] = {}
+        for record in process.page.records:
+            if record.last is not None and record.outcome == "done":
+                lanes.setdefault((record.group, record.epoch, record.plane), []).append(record)
+        for (name, epoch, plane), records in lanes.items():
+            group = job.group_of(node, name, epoch)
+            if group is None or len(records) < STRAGGLER_CALLS:
+                continue
+            window_ns = max(records[-1].end_ns - records[0].begin_ns, 1)
+            for place in range(group.world_size):
+                own = [record for record in records if record.last == place]
+                late_ns = sum(record.late_ns for record in own)
+                if len(own) < STRAGGLER_LAST * len(records) or late_ns < STRAGGLER_LATE * window_ns:
+                    continue
+                late = job.member(group, place)
+                if (name, plane, late) in named:
+                    continue
+                named.add((name, plane, late))
+                what = (
+                    f"came last to {len(own)} of {len(records)} calls, and kept the others waiting for "
+                    f"{100 * late_ns / window_ns:.0f} % of {window_ns / 1e9:.1f} s"
+                )
+                yield Finding(
+                    "straggler", (job.culprit(late, what),), records[-1].call, name, plane, records[-1].number
+                )
+
+
+def _broken_call(job: Job) -> Edge | None:
+    """Return the call in which the first group broke."""
+    for node, failure in job.failures():
+        call, number = operation_of(failure)
+        if call:
+            return Edge(node, node, call, number, failure.group, _plane_of(job, failure))
+    return None
+
+
+def _finding(
+    job: Job, rule: Rule, nodes: Sequence[Node], call: Edge | None, details: Iterable[str]
+) -> Finding:
+    culprits: tuple[Culprit, ...] = tuple(job.culprit(node) for node in nodes)
+    told = tuple(dict.fromkeys(details))
+    if len(told) > _MOST_DETAILS:
+        told = (*told[:_MOST_DETAILS], f"and {len(told) - _MOST_DETAILS} more")
+    if call is None:
+        return Finding(rule, culprits, details=told)
+    return Finding(rule, culprits, call.call, call.group, call.plane, call.number, told)
+
+
+def _unseen(job: Job) -> Iterator[str]:
+    """Return sentences on what the pages do not show."""
+    worlds = {process.page.world_size for process in job.processes if process.page.world_size}
+    ranks = {process.page.rank for process in job.processes}
+    missing = [rank for rank in range(max(worlds, default=0)) if rank not in ranks]
+    if missing:
+        yield f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}: neither a page nor a dump"
+    for node, process in enumerate(job.processes):
+        if process.page.refused:
+            yield f"{job.name(node)}: {process.page.refused} groups, queues or lanes, for which its page had no room"
+        known = {ring.name for ring in job.rings if not ring.fault}
+        if lost := sorted({queue.name for queue in process.page.queues} - known):
+            yield f"{job.name(node)}: the positions of its queues {', '.join(lost)}"
+    torn = sum(group.is_torn for process in job.processes for group in process.page.groups)
+    torn += sum(
+        lane.is_torn for process in job.processes for group in process.page.groups for lane in group.lanes
+    )
+    if torn:
+        yield f"{torn} record{'s' * (torn > 1)} that were being written"
+    algorithms = {
+        lane.algorithm for process in job.processes for group in process.page.groups for lane in group.lanes
+    }
+    if any("nccl" in each.lower() or "cuda" in each.lower() for each in algorithms):
+        yield "calls inside of CUDA graphs that were replayed: only their capture is in the pages"

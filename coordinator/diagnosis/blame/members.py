@@ -1,0 +1,287 @@
+"""Index what was seen of a job: which process is which member of a group, and how far each has come in each plane."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+from coordinator.diagnosis.blame.evidence import Evidence, Failure, Process
+from coordinator.diagnosis.blame.verdict import Culprit, called
+from coordinator.diagnosis.model import Group, Lane, Record
+
+__all__ = ["Job", "LaneKey", "Node", "Position", "folded", "is_shared"]
+
+Node = int
+"""A process: its place in the evidence, or -1 - rank for one of which nothing was seen."""
+
+_SHARED: Final = frozenset({"shared memory", "one-shot", "two-shot"})
+_WAITS: Final = " waits"
+# How many members of a group a page names.
+_SHOWN_RANKS: Final = 256
+
+
+def is_shared(algorithm: str) -> bool:
+    """Return whether calls go through shared memory, where all ranks compare their calls."""
+    return algorithm in _SHARED
+
+
+def folded(detail: int) -> int:
+    """Return the hash of a lane as records hold it."""
+    return (detail ^ detail >> 32) & 0xFFFFFFFF
+
+
+class LaneKey(NamedTuple):
+    """One order of calls that several ranks share. Shared memory has one for each host (`carrier` is its boot id)."""
+
+    group: str
+    epoch: int
+    plane: str
+    carrier: str
+
+
+class Position(NamedTuple):
+    """How far a process has come in one order of calls.
+
+    Attributes:
+        lane: The last call.
+        reached: Its number.
+        blocked: The call that has not ended, or has failed; None if there is none.
+        outcome: How the last call ended: "done", "failed" or "disagreed"; empty while it goes on, or if that is not
+            known.
+    """
+
+    lane: Lane
+    reached: int
+    blocked: Lane | None
+    outcome: str
+
+
+class Wait(NamedTuple):
+    """A process waits for one other rank: `place` in the group, or None if it waits for any."""
+
+    group: Group
+    plane: str
+    lane: Lane
+    place: int | None
+
+
+class Job:
+    """What was seen of the processes of one job."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        """Index `evidence`."""
+        self.processes = evidence.processes
+        self.rings = evidence.rings
+        self.ended = evidence.ended
+        self._members: dict[tuple[str, int], dict[int, Node]] = {}
+        self.groups: dict[tuple[str, int], Group] = {}
+        self._by_rank: dict[int, Node] = {}
+        for node, process in enumerate(self.processes):
+            if process.page.rank is not None:
+                self._by_rank.setdefault(process.page.rank, node)
+            for group in process.page.groups:
+                if group.is_torn:
+                    continue
+                self.groups.setdefault((group.name, group.epoch), group)
+                self._members.setdefault((group.name, group.epoch), {})[group.place] = node
+        self.records: list[Mapping[LaneKey, Mapping[int, Record]]] = [
+            _records(process) for process in self.processes
+        ]
+        self.positions: list[Mapping[LaneKey, Position]] = [
+            _positions(process, records)
+            for process, records in zip(self.processes, self.records, strict=True)
+        ]
+        self.waits: list[tuple[Wait, ...]] = [tuple(_waits(process)) for process in self.processes]
+
+    def rank(self, node: Node) -> int:
+        """Return the rank of a process in the world."""
+        if node < 0:
+            return -1 - node
+        rank = self.processes[node].page.rank
+        return -1 if rank is None else rank
+
+    def member(self, group: Group, place: int) -> Node:
+        """Return which process has a place in a group."""
+        found = self._members.get((group.name, group.epoch), {}).get(place)
+        if found is not None:
+            return found
+        rank = group.ranks[place] if place < len(group.ranks) else place
+        return self._by_rank.get(rank, -1 - rank)
+
+    def end_of(self, rank: int | None, pid: int | None) -> Node | None:
+        """Return the process at an end of a queue; None if no page shows it."""
+        if rank is not None:
+            return self._by_rank.get(rank)
+        return next((node for node, each in enumerate(self.processes) if each.page.pid == pid), None)
+
+    def group_of(self, node: Node, name: str, epoch: int) -> Group | None:
+        """Return what a process says of a group; None if it says nothing."""
+        if node < 0:
+            return None
+        for group in self.processes[node].page.groups:
+            if (group.name, group.epoch) == (name, epoch) and not group.is_torn:
+                return group
+        return None
+
+    def members(self, key: LaneKey) -> list[Node]:
+        """Return the processes that share an order of calls: in shared memory those of its host."""
+        group = self.groups[key.group, key.epoch]
+        found = [self.member(group, place) for place in range(min(group.world_size, _SHOWN_RANKS))]
+        if not key.carrier:
+            return found
+        hosts = {self.processes[node].page.boot_id for node in found if node >= 0}
+        # Who was not seen is on this host if all others are.
+        return [
+            node
+            for node in found
+            if (len(hosts) == 1 if node < 0 else self.processes[node].page.boot_id == key.carrier)
+        ]
+
+    def culprit(self, node: Node, what: str = "") -> Culprit:
+        """Return how a process is named; `what` is by default what it does or did last."""
+        if node < 0:
+            return Culprit(-1 - node, None, "", what or "its page and its dump are missing")
+        page = self.processes[node].page
+        return Culprit(self.rank(node), page.pid, page.hostname, what or self.doing(node))
+
+    def name(self, node: Node) -> str:
+        """Return `rank 2`."""
+        return f"rank {self.rank(node)}"
+
+    def doing(self, node: Node) -> str:
+        """Return what a process does, or did last."""
+        if node < 0:
+            return "nothing was seen of it"
+        process = self.processes[node]
+        state = "stopped, " if process.state == "stopped" else ""
+        for key, position in self.positions[node].items():
+            if position.blocked is not None:
+                lane = position.blocked
+                how = "in" if lane.state != "idle" else "last in"
+                for_s = _for(process, lane.begin_ns) if lane.state != "idle" else ""
+                return f"{state}{how} {called(lane.call, lane.number, key.group, key.plane)}{for_s}"
+        for wait in self.waits[node]:
+            text = called(wait.lane.call, 0, wait.group.name, wait.plane)
+            return f"{state}in {text}{_for(process, wait.lane.begin_ns)}"
+        last = max(
+            (
+                (position.lane.end_ns, key, position)
+                for key, position in self.positions[node].items()
+                if position.reached
+            ),
+            default=None,
+            key=lambda each: each[0],
+        )
+        if last is None:
+            return f"{state}in no call, and it has made none"
+        end_ns, key, position = last
+        text = called(position.lane.call, position.reached, key.group, key.plane)
+        return f"{state}in no call{_for(process, end_ns)}; its last was {text}"
+
+    def is_outside(self, node: Node) -> bool:
+        """Return whether a process is in no call that it was seen in."""
+        return (
+            node >= 0
+            and not self.waits[node]
+            and all(
+                position.blocked is None and position.lane.state == "idle"
+                for position in self.positions[node].values()
+            )
+        )
+
+    def failures(self) -> Iterator[tuple[Node, Failure]]:
+        """Return what broke groups, as each process knows it, each process's first one first."""
+        for node, process in enumerate(self.processes):
+            for failure in process.failures:
+                yield node, failure
+
+    def at_fault(self, failure: Failure, node: Node) -> list[Node]:
+        """Return the processes that a failure record names; `node` has that record."""
+        group = next((each for each in self.processes[node].page.groups if each.name == failure.group), None)
+        if group is None:
+            return []
+        return [self.member(group, group.ranks.index(rank)) for rank in failure.ranks if rank in group.ranks]
+
+
+def operation_of(failure: Failure) -> tuple[str, int]:
+    """Return the name and the number of the call in which a failure was found; 0 for calls between two ranks."""
+    match = re.fullmatch(r"(.*) #([0-9]{1,18})", failure.operation)
+    name, number = (match[1], int(match[2])) if match else (failure.operation, 0)
+    return name.partition(" ")[0], number
+
+
+def _for(process: Process, since_ns: int) -> str:
+    """Return ` for 12.3 s`, on the clock of the process's own host; nothing if that is not known."""
+    if not process.now_ns or not since_ns or process.now_ns < since_ns:
+        return ""
+    return f" for {(process.now_ns - since_ns) / 1e9:.1f} s"
+
+
+def _key(process: Process, group: str, epoch: int, plane: str, algorithm: str) -> LaneKey:
+    carrier = process.page.boot_id if is_shared(algorithm) else ""
+    return LaneKey(group, epoch, plane.removesuffix(_WAITS), carrier)
+
+
+def _records(process: Process) -> dict[LaneKey, dict[int, Record]]:
+    """Return the numbered calls that have ended, by their order of calls and number."""
+    found: dict[LaneKey, dict[int, Record]] = {}
+    for record in process.page.records:
+        if record.number and not record.plane.endswith(_WAITS):
+            key = _key(process, record.group, record.epoch, record.plane, record.algorithm)
+            found.setdefault(key, {})[record.number] = record
+    return found
+
+
+def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]) -> dict[LaneKey, Position]:
+    found: dict[LaneKey, Position] = {}
+    for group in process.page.groups:
+        if group.is_torn:
+            continue
+        # A wait for a call that was queued on a device has a lane of its own, which comes last.
+        for lane in sorted(group.lanes, key=lambda lane: lane.plane.endswith(_WAITS)):
+            if lane.is_torn or not lane.number:
+                continue
+            key = _key(process, group.name, group.epoch, lane.plane, lane.algorithm)
+            before = found.get(key)
+            goes_on = lane.state != "idle"
+            if lane.plane.endswith(_WAITS):
+                if goes_on and (group.name, lane.plane) not in process.settling:
+                    base = before or Position(lane, lane.number, None, "")
+                    found[key] = Position(base.lane, max(base.reached, lane.number), lane, "")
+                continue
+            record = records.get(key, {}).get(lane.number)
+            outcome = "" if goes_on or record is None else record.outcome
+            is_blocked = outcome == "failed" or (goes_on and (group.name, lane.plane) not in process.settling)
+            found[key] = Position(lane, lane.number, lane if is_blocked else None, outcome)
+    return found
+
+
+def _waits(process: Process) -> Iterator[Wait]:
+    """Return the waits for single ranks."""
+    for group in process.page.groups:
+        for lane in () if group.is_torn else group.lanes:
+            if (
+                lane.plane.endswith(_WAITS)
+                and not lane.number
+                and not lane.is_torn
+                and (group.name, lane.plane) not in process.settling
+                and (lane.state != "idle" or _has_failed(process, group, lane))
+            ):
+                yield Wait(group, lane.plane.removesuffix(_WAITS), lane, lane.root)
+
+
+def _has_failed(process: Process, group: Group, lane: Lane) -> bool:
+    """Return whether the last wait in a lane has ended with an error that broke the group."""
+    if group.state != "broken":
+        return False
+    last = max(
+        (
+            record
+            for record in process.page.records
+            if (record.group, record.epoch, record.plane) == (group.name, group.epoch, lane.plane)
+        ),
+        default=None,
+        key=lambda record: record.index,
+    )
+    return last is not None and last.outcome == "failed" and last.begin_ns == lane.begin_ns

@@ -1,0 +1,188 @@
+"""Build the graph of who waits for whom, over all groups and queues of a job, and find what no rank can leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from coordinator.diagnosis.blame.members import Job, LaneKey, Node, Position, Wait, is_shared, operation_of
+from coordinator.diagnosis.blame.verdict import called
+from coordinator.diagnosis.queues import Reader, Ring
+
+__all__ = ["Edge", "WaitGraph", "slowest_readers"]
+
+# Calls in which a process group lets ranks wait for the root alone, and not for each other.
+_FROM_ROOT: Final = frozenset({"broadcast", "scatter", "broadcast_object_list", "scatter_object_list"})
+# Of two ranks that wait for each other, one sends and the other receives: that is a transfer, and no circle.
+_SENDS: Final = frozenset({"send", "send_object", "send_tensor_dict"})
+
+
+class Edge(NamedTuple):
+    """One process waits for another.
+
+    Attributes:
+        source: Who waits.
+        target: For whom.
+        call: In which call.
+        number: Its number; 0 for a call between two ranks or on a queue.
+        group: Its group, or the queue.
+        plane: Its plane; empty for a queue.
+        is_idle: Whether this is the wait of a reader for work, which is nobody's fault by itself.
+    """
+
+    source: Node
+    target: Node
+    call: str
+    number: int
+    group: str
+    plane: str
+    is_idle: bool = False
+
+    def text(self, job: Job) -> str:
+        """Return `rank 0 waits in all_reduce #7 on 'tp:0' (device) for rank 2`."""
+        where = called(self.call, self.number, self.group, self.plane)
+        return f"{job.name(self.source)} waits in {where} for {job.name(self.target)}"
+
+
+class WaitGraph:
+    """Who waits for whom.
+
+    Attributes:
+        edges: By who waits.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """Build the graph. Who is dead or stopped waits for nobody: it does nothing."""
+        self._job = job
+        self.edges: dict[Node, list[Edge]] = {}
+        self._absolved = _absolved(job)
+        for node, process in enumerate(job.processes):
+            if process.state in ("dead", "stopped"):
+                continue
+            for edge in (*self._collectives(node), *_pairs(job, node)):
+                self.edges.setdefault(node, []).append(edge)
+        for edge in _queue_edges(job):
+            if job.processes[edge.source].state not in ("dead", "stopped"):
+                self.edges.setdefault(edge.source, []).append(edge)
+
+    def _collectives(self, node: Node) -> Iterator[Edge]:
+        for key, position in self._job.positions[node].items():
+            lane = position.blocked
+            if lane is None:
+                continue
+            for other in self._waited_for(node, key, position):
+                yield Edge(node, other, lane.call, lane.number, key.group, key.plane)
+
+    def _waited_for(self, node: Node, key: LaneKey, position: Position) -> list[Node]:
+        """Return the members that have not come to the call in which `node` is."""
+        job, lane = self._job, position.blocked
+        assert lane is not None
+        members = job.members(key)
+        group = job.group_of(node, key.group, key.epoch)
+        if not is_shared(lane.algorithm) and lane.call in _FROM_ROOT and lane.root is not None and group:
+            members = [job.member(group, lane.root)]
+        arrived = self._absolved.get((key.group, lane.call, lane.number))
+        found = []
+        for other in members:
+            if other == node or (arrived is not None and other not in arrived):
+                continue
+            if other < 0:
+                found.append(other)
+                continue
+            theirs = job.positions[other].get(key)
+            if theirs is None or theirs.reached < lane.number:
+                found.append(other)
+        return found
+
+    def reachable(self) -> set[Node]:
+        """Return the processes that somebody waits for, other than a reader that waits for work."""
+        found: set[Node] = set()
+        todo = [edge.target for edges in self.edges.values() for edge in edges if not edge.is_idle]
+        while todo:
+            node = todo.pop()
+            if node not in found:
+                found.add(node)
+                todo += [edge.target for edge in self.edges.get(node, [])]
+        return found
+
+    def sinks(self) -> list[Node]:
+        """Return the processes that somebody waits for and that wait for nobody."""
+        return sorted(node for node in self.reachable() if not self.edges.get(node))
+
+    def cycle(self) -> list[Edge]:
+        """Return the edges of a shortest circle of waits, in order; none if there is none."""
+        best: list[Edge] = []
+        for start in sorted(self.edges):
+            found = self._circle(start)
+            if found and (not best or len(found) < len(best)):
+                best = found
+        return best
+
+    def _circle(self, start: Node) -> list[Edge]:
+        """Return the shortest way from `start` back to it."""
+        ways: dict[Node, list[Edge]] = {start: []}
+        todo = [start]
+        while todo:
+            node = todo.pop(0)
+            for edge in self.edges.get(node, []):
+                way = [*ways[node], edge]
+                if edge.target == start:
+                    if any(not each.is_idle for each in way) and not _is_transfer(way):
+                        return way
+                elif edge.target not in ways:
+                    ways[edge.target] = way
+                    todo.append(edge.target)
+        return []
+
+
+def _is_transfer(way: Sequence[Edge]) -> bool:
+    """Return whether two ranks wait for each other because one sends what the other receives."""
+    pair = [edge for edge in way if not edge.number]
+    return len(way) == len(pair) == 2 and len({edge.call in _SENDS for edge in pair}) == 2
+
+
+def _absolved(job: Job) -> Mapping[tuple[str, str, int], set[Node]]:
+    """Return who was missing in a call, by group, call and number, where the ranks have agreed on that."""
+    found = {}
+    for node, failure in job.failures():
+        call, number = operation_of(failure)
+        if failure.kind == "timeout" and number:
+            found[failure.group, call, number] = set(job.at_fault(failure, node))
+    return found
+
+
+def _pairs(job: Job, node: Node) -> Iterator[Edge]:
+    for wait in job.waits[node]:
+        for other in _awaited(job, node, wait):
+            yield Edge(node, other, wait.lane.call, 0, wait.group.name, wait.plane)
+
+
+def _awaited(job: Job, node: Node, wait: Wait) -> list[Node]:
+    if wait.place is not None:
+        return [job.member(wait.group, wait.place)] if wait.place < wait.group.world_size else []
+    # A call that takes from any rank waits for one of the others: it can go on as soon as one of them comes.
+    others = [job.member(wait.group, place) for place in range(wait.group.world_size)]
+    return [other for other in others if other != node] if len(others) == 2 else []
+
+
+def _queue_edges(job: Job) -> Iterator[Edge]:
+    for ring in job.rings:
+        writer = job.end_of(ring.rank, ring.pid)
+        if writer is None or ring.fault:
+            continue
+        slow = slowest_readers(ring) if ring.writer_waits else []
+        for reader in ring.readers:
+            node = job.end_of(reader.rank, reader.pid)
+            if node is None or node == writer:
+                continue
+            if reader.waits and not reader.behind_bytes and not ring.is_closed:
+                yield Edge(node, writer, "dequeue", 0, ring.name, "", is_idle=True)
+            if reader in slow:
+                yield Edge(writer, node, "enqueue", 0, ring.name, "")
+
+
+def slowest_readers(ring: Ring) -> list[Reader]:
+    """Return the readers that have given back least: a writer without room waits for these."""
+    behind = [reader for reader in ring.readers if reader.state == "attached" and reader.behind_bytes]
+    most = max((reader.behind_bytes for reader in behind), default=0)
+    return [reader for reader in behind if reader.behind_bytes == most]

@@ -26,6 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from coordinator.cli.info import show_info
 
         return show_info(as_json=options.json, tries=not options.no_start)
+    if options.command == "top":
+        from coordinator.cli.top import show_top
+
+        return show_top(once=options.once, pid=options.pid, interval_s=options.interval)
+    if options.command == "dump":
+        from coordinator.cli.dump import write_dump
+
+        return write_dump(out=options.out, pids=options.pid)
     if options.command == "trace":
         from coordinator.cli.trace import write_trace
 
@@ -68,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="PART",
                 help="check only this part, such as all_reduce; may be repeated",
             )
+    _add_top_and_dump(commands)
     _add_trace(commands)
     # Internal: `check`, `demo` and `info` start their ranks with this command.
     rank = commands.add_parser("rank")
@@ -78,6 +87,24 @@ def _parser() -> argparse.ArgumentParser:
     rank.add_argument("--launcher", type=int, required=True)
     rank.add_argument("--only", action="append", default=[])
     return parser
+
+
+def _add_top_and_dump(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    top = commands.add_parser(
+        "top", help="show what the ranks on this host do, also while they hang or are stopped"
+    )
+    top.add_argument("--once", action="store_true", help="print one look as plain text, and end")
+    top.add_argument("--pid", type=_pid, help="show this process alone")
+    top.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
+    )
+    dump = commands.add_parser("dump", help="write all that the ranks on this host show, as JSON")
+    dump.add_argument(
+        "--out", type=Path, metavar="FILE", help="a file for its user alone (default: standard output)"
+    )
+    dump.add_argument(
+        "--pid", type=_pid, action="append", default=[], help="only this process; may be repeated"
+    )
 
 
 def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -98,6 +125,13 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _ranks(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:4]) <= MOST_RANKS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_RANKS}")
+    return int(text)
+
+
+def _pid(text: str) -> int:
+    # The kernel's own limit is 2^22.
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= 1 << 22:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a process")
     return int(text)
 
 

@@ -88,6 +88,8 @@ class _Kept:
         self.pid: int | None = None
         self.start_ticks = -1
         self.ended_s: float | None = None
+        # What tells that two pages belong to one job: who has held them, and the memory that those had.
+        self.marks: set[object] = set()
 
 
 class Sampler:
@@ -133,7 +135,13 @@ class Sampler:
         return self._sampled(found, faults)
 
     def _sampled(self, found: list[tuple[Place, Page]], faults: dict[int, str]) -> Sample:
-        jobs = jobs_of([(place, self._shared_with(place)) for place, _ in found])
+        for place, _ in found:
+            kept = self._kept[place]
+            own = self._memory.get(kept.pid, []) if kept.pid is not None else []
+            marks = {*kept.holders, *(memory.place for memory in own if not memory.is_page)}
+            # A process that has ended has nothing any more, and still belongs to its job.
+            kept.marks = marks or kept.marks
+        jobs = jobs_of([(place, self._kept[place].marks) for place, _ in found])
         now_ns = time.monotonic_ns()
         seen = []
         for place, page in found:
@@ -157,13 +165,6 @@ class Sampler:
         if not kept.holders and time.monotonic() - kept.ended_s >= KEPT_S:
             kept.memory.close()
             del self._kept[place]
-
-    def _shared_with(self, place: Place) -> set[object]:
-        """Return what tells that two pages belong to one job: who holds them, and the memory that those share."""
-        kept = self._kept[place]
-        marks: set[object] = set(kept.holders)
-        own = self._memory.get(kept.pid, []) if kept.pid is not None else []
-        return marks | {memory.place for memory in own if not memory.is_page}
 
     def _shift_ns(self, page: Page) -> int:
         if page.time_namespace == self._clock_namespace:

@@ -1,0 +1,141 @@
+"""`python -m coordinator top`: what the ranks on this host do, again and again, without asking them."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from coordinator.diagnosis.top.rows import Row, rows_of
+from coordinator.diagnosis.top.sampling import Sample, Sampler
+from coordinator.diagnosis.top.screen import rich_screen, text_screen
+
+__all__ = ["show_top"]
+
+
+def show_top(*, once: bool, pid: int | None, interval_s: float) -> int:
+    """Show what the ranks on this host do; return the exit status.
+
+    A terminal gets a screen that changes in place, if rich is installed; `q` or Ctrl-C ends it. All else gets text.
+
+    Args:
+        once: Print one look, for which `interval_s` passes between two samples, and end.
+        pid: Show this process alone.
+        interval_s: Seconds from one look to the next.
+    """
+    sampler = Sampler()
+    try:
+        if once:
+            return _print_once(sampler, pid, interval_s)
+        if sys.stdout.isatty() and find_spec("rich") is not None:
+            _show_live(sampler, pid, interval_s)
+        else:
+            _print_on(sampler, pid, interval_s)
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:
+        # Whoever read this has seen enough. What is left in the buffer must not fail again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        sampler.close()
+    return 0
+
+
+def _print_once(sampler: Sampler, pid: int | None, interval_s: float) -> int:
+    before = sampler.sample()
+    if before.seen:
+        time.sleep(interval_s)
+    now = sampler.sample()
+    rows = rows_of(before, now, pid)
+    if not rows:
+        sys.stderr.write(_nothing(now, pid) + "\n")
+        return 1
+    sys.stdout.write(text_screen(now, rows))
+    sys.stdout.flush()
+    return 0
+
+
+def _nothing(sample: Sample, pid: int | None) -> str:
+    """Return why there is nothing to show."""
+    if pid is not None and pid in sample.refused:
+        return (
+            f"process {pid} may not be read: its user must be that of this command, and the kernel must allow this "
+            "command to trace it (ptrace(2), PTRACE_MODE_READ_FSCREDS)"
+        )
+    if pid is not None and pid in sample.faults:
+        return f"process {pid}: {sample.faults[pid]}"
+    whose = "no process on this host has" if pid is None else f"process {pid} has"
+    text = f"{whose} {'a' if pid is None else 'no'} status page with a group, or one that lives"
+    if sample.refused:
+        text += f"; {len(sample.refused)} processes may not be read"
+    return text
+
+
+def _print_on(sampler: Sampler, pid: int | None, interval_s: float) -> None:
+    """Print a look every `interval_s`, until an exception ends this."""
+    before = None
+    while True:
+        now = sampler.sample()
+        at = time.strftime("%H:%M:%S")
+        sys.stdout.write(f"{at}  {text_screen(now, rows_of(before, now, pid))}\n")
+        sys.stdout.flush()
+        before = now
+        time.sleep(interval_s)
+
+
+def _show_live(sampler: Sampler, pid: int | None, interval_s: float) -> None:
+    """Show a screen until `q` is pressed."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    hint = f"every {interval_s:g} s, q ends"
+
+    def screen(now: Sample, rows: tuple[Row, ...]) -> None:
+        live.update(rich_screen(now, rows, console.height, hint), refresh=True)
+
+    before = None
+    with _keys() as has_keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            now = sampler.sample()
+            screen(now, rows_of(before, now, pid))
+            # The first look has no rates yet: the second one follows soon.
+            until_s = time.monotonic() + (interval_s if before is not None else min(interval_s, 0.5))
+            before = now
+            if _is_ended(has_keys, until_s):
+                return
+
+
+def _is_ended(has_keys: bool, until_s: float) -> bool:
+    """Wait until `until_s`; return early, with True, if `q` is pressed."""
+    while (left_s := until_s - time.monotonic()) > 0:
+        if not has_keys:
+            time.sleep(left_s)
+        elif select.select([sys.stdin], [], [], left_s)[0]:
+            keys = os.read(sys.stdin.fileno(), 64)
+            if b"q" in keys.lower():
+                return True
+            if not keys:
+                has_keys = False  # the terminal has gone
+    return False
+
+
+@contextmanager
+def _keys() -> Iterator[bool]:
+    """Get each key at once and do not show it; yield whether there is a keyboard."""
+    if not sys.stdin.isatty():
+        yield False
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield True
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -1,0 +1,274 @@
+"""Lay out rows as text of at most 120 columns, and as a table of rich where that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from coordinator.diagnosis.queues import Reader, Ring
+from coordinator.diagnosis.top.quantities import in_bytes, in_number, in_seconds
+from coordinator.diagnosis.top.rows import Row
+from coordinator.diagnosis.top.sampling import Sample
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["WIDTH", "Table", "rich_screen", "tables_of", "text_screen"]
+
+WIDTH: Final = 120
+_BETWEEN: Final = " "
+_STYLES: Final = {
+    "dead": "bold red",
+    "broken": "bold red",
+    "stopped": "bold yellow",
+    "torn": "bold red",
+    "waiting": "cyan",
+    "computing": "green",
+    "running": "green",
+    "loading": "magenta",
+    "idle": "dim",
+    "elsewhere": "dim",
+}
+
+
+class _Column(NamedTuple):
+    title: str
+    width: int
+    is_number: bool = False
+
+
+class Table(NamedTuple):
+    """A table to be shown.
+
+    Attributes:
+        columns: Title, width and whether it is aligned to the right.
+        rows: The state by which a row is coloured, and its cells, which may be longer than the columns.
+    """
+
+    columns: tuple[_Column, ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+_RANKS: Final = (
+    _Column("group and plane", 19),
+    _Column("rank", 4, is_number=True),
+    _Column("pid", 7, is_number=True),
+    _Column("state", 9),
+    _Column("call", 18),
+    _Column("since", 6, is_number=True),
+    _Column("waits for, or does", 19),
+    _Column("calls/s", 7, is_number=True),
+    _Column("B/s", 5, is_number=True),
+    _Column("last", 4, is_number=True),
+    _Column("late", 6, is_number=True),
+    _Column("wait", 4, is_number=True),
+)
+_RINGS: Final = (
+    _Column("queue or channel", 28),
+    _Column("writer", 8, is_number=True),
+    _Column("reader", 8, is_number=True),
+    _Column("messages", 8, is_number=True),
+    _Column("behind", 8, is_number=True),
+    _Column("bytes", 8, is_number=True),
+    _Column("since", 7, is_number=True),
+    _Column("who waits", 36),
+)
+
+
+def tables_of(sample: Sample, rows: Sequence[Row]) -> tuple[Table, Table]:
+    """Return the table of the ranks, and that of the queues and channels."""
+    several = len({row.job for row in rows}) > 1
+    ranks = tuple((row.state, _rank_cells(row, several)) for row in rows)
+    rings = tuple(
+        (_ring_state(ring, reader), _ring_cells(sample, ring, reader))
+        for ring in sample.rings
+        for reader in (ring.readers or (None,))
+    )
+    return Table(_RANKS, ranks), Table(_RINGS, rings)
+
+
+def _rank_cells(row: Row, several_jobs: bool) -> tuple[str, ...]:
+    group = f"{row.group} {row.plane}".strip() or "no group"
+    return (
+        f"{row.job}/{group}" if several_jobs else group,
+        "-" if row.rank is None else str(row.rank),
+        str(row.pid),
+        row.state,
+        row.call or "not in a call",
+        _or_dash(row.since_s, in_seconds),
+        _doing(row),
+        _or_dash(row.calls_per_s, in_number),
+        _or_dash(row.bytes_per_s, in_number),
+        _or_dash(row.last_share, _percent),
+        _or_dash(None if row.late_ns is None else row.late_ns / 1e9, _brief_seconds),
+        _or_dash(row.wait_share, _percent),
+    )
+
+
+def _doing(row: Row) -> str:
+    """Return for which ranks the row's call waits, or what the row's process does."""
+    if not row.call or row.state in ("dead", "broken", "torn"):
+        return row.note
+    waits_for = row.waits_for
+    if waits_for is None:
+        return "any rank"
+    named = [*(str(rank) for rank in waits_for), *(f"{rank}?" for rank in row.unseen)]
+    return ", ".join(named) if named else "all came"
+
+
+def _or_dash(value: float | None, write: Callable[[float], str]) -> str:
+    return "-" if value is None else write(value)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _brief_seconds(seconds: float) -> str:
+    return in_seconds(seconds).replace(" ", "")
+
+
+def _ring_state(ring: Ring, reader: Reader | None) -> str:
+    if ring.fault or reader is None:
+        return "broken"
+    if ring.writer_waits and reader.behind_bytes:
+        return "waiting"
+    return "idle" if reader.waits else ""
+
+
+def _ring_cells(sample: Sample, ring: Ring, reader: Reader | None) -> tuple[str, ...]:
+    writer = _process(ring.rank, ring.pid)
+    if ring.fault or reader is None:
+        return ring.name, writer, "-", "-", "-", "-", "-", ring.fault
+    progress_ns = reader.progress_ns
+    if not reader.behind_bytes:
+        # It has all: since the last of it came, or it gave that back.
+        progress_ns = max(ring.published_ns, progress_ns)
+    return (
+        ring.name,
+        writer,
+        _process(reader.rank, reader.pid) if reader.pid is not None else f"place {reader.place}",
+        in_number(ring.messages),
+        in_number(reader.behind_messages),
+        in_bytes(reader.behind_bytes),
+        in_seconds(max(sample.at_ns - progress_ns, 0) / 1e9) if progress_ns else "-",
+        _side(ring, reader),
+    )
+
+
+def _process(rank: int | None, pid: int | None) -> str:
+    """Return the rank of a process, or else its number."""
+    return f"rank {rank}" if rank is not None else "-" if pid is None else str(pid)
+
+
+def _side(ring: Ring, reader: Reader) -> str:
+    """Return which side of a ring waits for the other one."""
+    if reader.state != "attached" and not ring.is_channel:
+        return f"reader is {reader.state}"
+    if ring.writer_waits and reader.behind_bytes:
+        return "writer, for room"
+    if reader.waits:
+        return "reader, for a message"
+    if ring.is_closed:
+        return "nobody, writer has closed"
+    return "nobody, reader is behind" if reader.behind_bytes else "nobody"
+
+
+def _clean(text: str) -> str:
+    """Return a text without what a terminal might obey: names come from other processes."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _cut(text: str, width: int) -> str:
+    text = _clean(text)
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _head(sample: Sample, rows: Sequence[Row]) -> str:
+    jobs = len({seen.job for seen in sample.seen})
+    parts = [f"{len(sample.seen)} process{'' if len(sample.seen) == 1 else 'es'} with a status page"]
+    if jobs > 1:
+        parts.append(f"{jobs} jobs")
+    if sample.refused:
+        parts.append(f"{len(sample.refused)} processes may not be read")
+    if not rows:
+        parts.append("nothing to show")
+    return ", ".join(parts)
+
+
+def _notes(sample: Sample, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return what is too long for a cell: why groups are broken, and which pages make no sense."""
+    notes = {
+        (row.state, f"{row.group} broken on rank {row.rank}: {row.note}"): None
+        for row in rows
+        if row.state == "broken" and row.note
+    }
+    for pid, fault in sorted(sample.faults.items()):
+        notes["broken", f"page held by process {pid}: {fault}"] = None
+    refused = sum(seen.page.refused for seen in sample.seen)
+    if refused:
+        notes["", f"{refused} groups, queues or planes are not shown: their pages had no room"] = None
+    return [(state, _clean(text)) for state, text in notes]
+
+
+def text_screen(sample: Sample, rows: Sequence[Row]) -> str:
+    """Return all as plain text, with lines of at most 120 columns but for the notes."""
+    lines = [_head(sample, rows)]
+    for table in tables_of(sample, rows):
+        if table.rows:
+            lines += ["", _line(table.columns, tuple(column.title for column in table.columns))]
+            lines += [_line(table.columns, cells) for _, cells in table.rows]
+    notes = [text for _, text in _notes(sample, rows)]
+    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+
+
+def _line(columns: Sequence[_Column], cells: Sequence[str]) -> str:
+    parts = []
+    for column, cell in zip(columns, cells, strict=True):
+        text = _cut(cell, column.width)
+        parts.append(text.rjust(column.width) if column.is_number else text.ljust(column.width))
+    return _BETWEEN.join(parts).rstrip()
+
+
+def rich_screen(sample: Sample, rows: Sequence[Row], height: int, hint: str) -> RenderableType:
+    """Return all for a terminal of `height` lines, with the last line `hint`; rows without room are counted."""
+    from rich.console import Group
+    from rich.text import Text
+
+    room = max(height - 2, 1)
+    lines: list[RenderableType] = [Text(_head(sample, rows), style="bold", no_wrap=True, overflow="ellipsis")]
+    for table in tables_of(sample, rows):
+        if table.rows:
+            titles = _line(table.columns, tuple(column.title for column in table.columns))
+            lines += [Text(""), Text(titles.ljust(WIDTH), style="reverse", no_wrap=True, overflow="crop")]
+            lines += [_styled(table.columns, state, cells) for state, cells in table.rows]
+    notes = _notes(sample, rows)
+    if notes:
+        lines.append(Text(""))
+        lines += [
+            Text(text, style=_STYLES.get(state, ""), no_wrap=True, overflow="ellipsis")
+            for state, text in notes
+        ]
+    if len(lines) > room:
+        hidden = len(lines) - room
+        lines = lines[:room]
+        hint = f"{hidden} more lines: use a taller terminal, or --pid. {hint}"
+    lines += [Text(""), Text(hint, style="dim", no_wrap=True, overflow="ellipsis")]
+    return Group(*lines[:height])
+
+
+def _styled(columns: Sequence[_Column], state: str, cells: Sequence[str]) -> RenderableType:
+    from rich.text import Text
+
+    line = Text(_line(columns, cells), no_wrap=True, overflow="crop")
+    style = _STYLES.get(state, "")
+    if style in ("dim", "bold red"):
+        line.stylize(style)
+    elif style:
+        # The state alone has the colour, where there is a column of states.
+        at = 0
+        for column in columns:
+            if column.title in ("state", "who waits"):
+                line.stylize(style, at, at + column.width)
+            at += column.width + len(_BETWEEN)
+    return line

@@ -38,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from coordinator.cli.trace import write_trace
 
         return write_trace(options.out, options.directory, options.pid)
+    if options.command == "metrics":
+        from coordinator.cli.metrics import export_metrics
+
+        return export_metrics(listen=options.listen, textfile=options.textfile, interval_s=options.interval)
     from coordinator.cli.local_ranks import run_job, run_rank
 
     if options.command == "rank":
@@ -78,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
             )
     _add_top_and_dump(commands)
     _add_trace(commands)
+    _add_metrics(commands)
     # Internal: `check`, `demo` and `info` start their ranks with this command.
     rank = commands.add_parser("rank")
     rank.add_argument("job", choices=("check", "demo", "start-up"))
@@ -119,6 +124,18 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     trace.add_argument(
         "--pid", type=int, action="append", default=[], help="only this process; may be repeated"
+    )
+
+
+def _add_metrics(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    metrics = commands.add_parser("metrics", help="export what the ranks of this host do, for Prometheus")
+    where = metrics.add_mutually_exclusive_group(required=True)
+    where.add_argument("--listen", metavar="HOST:PORT", help="serve GET /metrics, such as on 127.0.0.1:9464")
+    where.add_argument(
+        "--textfile", type=Path, metavar="DIR", help="write a file for node_exporter's textfile collector"
+    )
+    metrics.add_argument(
+        "--interval", type=_seconds, default=15.0, help="seconds between two files (default: 15)"
     )
 
 

@@ -31,9 +31,11 @@ MOST_FILE_LINES = 400
 MOST_FUNCTION_LINES = 60
 ENVIRONMENT_READER = ROOT / "coordinator" / "settings.py"
 RUNTIME = {"torch", "zmq", "msgspec"}
-EXTRAS = {"cuda", "nccl", "numpy"}
+EXTRAS = {"cuda", "nccl", "numpy", "opentelemetry", "prometheus_client"}
 LAZY_ADAPTERS = ("shm_broadcast.codec.torch_adapter", "shm_broadcast.codec.numpy_adapter")
-BELOW_DEVICE_COMM = {"errors", "interruption", "liveness", "reports", "segment", "status", "timeouts", "wait"}
+BELOW_DEVICE_COMM = {
+    *("errors", "interruption", "liveness", "reports", "segment", "stacks", "status", "timeouts", "wait"),
+}
 # Point to point goes through rings of the queue's protocol; results of collectives take memory from its pool.
 RING_USERS = {
     "channels.py": {"_core", "codec", "layout"},

@@ -1,16 +1,16 @@
 """Name the metrics, and make them of a reading: one list for all ways in which they leave.
 
-The labels are `rank`, `group`, `plane` and `op`, and never a pid, the number of a call or a size: each value of a label
-is a series of its own, which Prometheus keeps.
+The labels are `rank`, `group`, `plane` and `op`, and never a pid, the number of a call or a size: Prometheus keeps a
+series for each value of a label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from coordinator.diagnosis.metrics.totals import Counts, Key, Member, Reading
+from coordinator.diagnosis.metrics.totals import Counts, Key, Reading
 from shm_broadcast.status.layout import BUCKETS, FIRST_BUCKET_NS
 
 __all__ = ["PREFIX", "Family", "Sample", "families_of"]
@@ -18,6 +18,7 @@ __all__ = ["PREFIX", "Family", "Sample", "families_of"]
 PREFIX: Final = "group_coordinator_"
 _CALL: Final = ("rank", "group", "plane", "op")
 _MEMBER: Final = ("rank", "group")
+_READER: Final = ("rank", "group", "reader")
 # Limits of the exported histogram in seconds, and up to which bucket of the page each reaches: from 1 us by factors
 # of 4 to 69 s. Half of the page's limits, because each is a series for each rank, group, plane and op.
 _LIMITS: Final = [(FIRST_BUCKET_NS * 2**place / 1e9, place) for place in range(2, BUCKETS - 1, 2)]
@@ -80,11 +81,16 @@ _COUNTERS: Final = (
 
 def families_of(reading: Reading) -> Iterator[Family]:
     """Return the metrics, in a fixed order; the series of each are ordered too."""
-    counts = sorted(reading.counts.items())
+    yield from _of_calls(sorted(reading.counts.items()))
+    yield from _of_groups(reading)
+    yield from _of_queues(reading)
+    yield from _of_host(reading)
+
+
+def _of_calls(counts: list[tuple[Key, Counts]]) -> Iterator[Family]:
     for each in _COUNTERS:
-        yield _family(
-            each.name, "counter", each.help, _CALL, (Sample(key, each.value(of)) for key, of in counts)
-        )
+        samples = (Sample(key, each.value(of)) for key, of in counts)
+        yield _family(each.name, "counter", each.help, _CALL, samples)
     yield _family(
         "errors_total",
         "counter",
@@ -103,43 +109,52 @@ def families_of(reading: Reading) -> Iterator[Family]:
         _CALL,
         (Sample(key, of.waited_ns / 1e9, _buckets(of)) for key, of in counts),
     )
-    yield _family(
+
+
+def _of_groups(reading: Reading) -> Iterator[Family]:
+    yield _gauge(
         "inflight_seconds",
-        "gauge",
         "For how long the call has gone on that the rank is in; 0 if it is in none.",
         _CALL,
-        _samples(reading.inflight_s),
+        reading.inflight_s,
     )
-    yield _family(
+    yield _gauge(
         "group_usable",
-        "gauge",
         "1 if the rank can use the group; 0 while it is created, and once it is broken.",
         _MEMBER,
-        _samples(reading.usable),
+        reading.usable,
     )
-    yield _family(
-        "epoch", "gauge", "How often the members of the group have changed.", _MEMBER, _samples(reading.epoch)
+    yield _gauge("epoch", "How often the members of the group have changed.", _MEMBER, reading.epoch)
+
+
+def _of_queues(reading: Reading) -> Iterator[Family]:
+    yield _gauge(
+        "queue_lag_messages",
+        "Messages that the reader has not given back, in the group's queue in which these are most.",
+        _READER,
+        {reader: lag.messages for reader, lag in reading.lags.items()},
     )
-    yield _family(
-        "processes",
-        "gauge",
-        "Live processes whose status page was read.",
-        (),
-        [Sample((), reading.processes)],
+    yield _gauge(
+        "queue_lag_bytes",
+        "Bytes of the messages that the reader has not given back, in the group's queue in which these are most.",
+        _READER,
+        {reader: lag.nbytes for reader, lag in reading.lags.items()},
     )
-    yield _family(
+
+
+def _of_host(reading: Reading) -> Iterator[Family]:
+    yield _gauge("processes", "Live processes whose status page was read.", (), {(): reading.processes})
+    yield _gauge(
         "undecodable_pages",
-        "gauge",
         "Status pages that could not be decoded, such as those of another release.",
         (),
-        [Sample((), reading.undecodable)],
+        {(): reading.undecodable},
     )
-    yield _family(
+    yield _gauge(
         "build_info",
-        "gauge",
         "1; the label is the version of group-coordinator that exports.",
         ("version",),
-        [Sample((version("group-coordinator"),), 1)],
+        {(version("group-coordinator"),): 1},
     )
 
 
@@ -153,8 +168,9 @@ def _family(
     return Family(PREFIX + name, kind, help_, labels, tuple(samples))
 
 
-def _samples(values: Mapping[Key, float] | Mapping[Member, float]) -> Iterator[Sample]:
-    return (Sample(tuple(labels), float(value)) for labels, value in sorted(values.items()))
+def _gauge(name: str, help_: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Family:
+    samples = (Sample(tuple(key), float(value)) for key, value in sorted(values.items()))
+    return _family(name, "gauge", help_, labels, samples)
 
 
 def _buckets(counts: Counts) -> tuple[tuple[float, int], ...]:

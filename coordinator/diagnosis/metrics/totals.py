@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from coordinator.diagnosis.metrics.lags import Lag, QueueReader, lags_of
 from coordinator.diagnosis.model import Counters, Group, Lane, Page
 from coordinator.diagnosis.pages import Found, Search
 from shm_broadcast.status.layout import BUCKETS
@@ -101,6 +102,7 @@ class Reading(NamedTuple):
         inflight_s: For how long the call has gone on that goes on longest; 0.0 if there is none. Of live ranks only.
         usable: Whether the group is usable for the rank; of live ranks that have not left it.
         epoch: How often the group's members have changed; of the same.
+        lags: How far readers of queues are behind.
         processes: Live processes with a page.
         undecodable: Pages that could not be decoded.
     """
@@ -109,6 +111,7 @@ class Reading(NamedTuple):
     inflight_s: dict[Key, float]
     usable: dict[Member, bool]
     epoch: dict[Member, int]
+    lags: dict[QueueReader, Lag]
     processes: int
     undecodable: int
 
@@ -153,7 +156,15 @@ class Totals:
                 counts[key] = counts[key].plus(count) if key in counts else count
         live = [found.page for found in search.found if found.pid is not None]
         usable, epoch = _states(live)
-        return Reading(counts, _inflight(live), usable, epoch, len(live), len(search.faults))
+        return Reading(
+            counts=counts,
+            inflight_s=_inflight(live),
+            usable=usable,
+            epoch=epoch,
+            lags=lags_of(search.found),
+            processes=len(live),
+            undecodable=len(search.faults),
+        )
 
     def _count(self, found: Found) -> None:
         fresh: dict[_Instance, dict[Key, Counts]] = {}

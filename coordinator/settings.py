@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import os
 import re
+import signal
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, Self, get_args, get_origin
 
@@ -17,6 +18,7 @@ from device_comm.cuda_settings import PER_RANK_CUDA_FIELDS, CudaSettings
 from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import SettingsError, UsageError
 from shm_broadcast.settings import BroadcastSettings, positive_seconds
+from shm_broadcast.stacks.offered import DEFAULT_SIGNAL
 
 __all__ = [
     "PER_RANK_FIELDS",
@@ -29,8 +31,11 @@ __all__ = [
 
 PREFIX = "GROUP_COORDINATOR_"
 
-PER_RANK_FIELDS = frozenset({"interface", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)})
-"""Fields that may differ between ranks, because interface names and file paths differ between hosts."""
+PER_RANK_FIELDS = frozenset(
+    {"interface", "stack_signal", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)}
+)
+"""Fields that may differ between ranks: interface names and file paths differ between hosts, signal handlers between
+processes."""
 
 _SECTIONS: dict[str, type[BroadcastSettings | RemoteSettings | CudaSettings]] = {
     "broadcast": BroadcastSettings,
@@ -52,6 +57,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             that routes to the master. May differ between ranks.
         remote_ports: First and last TCP port on which queues listen for readers on other hosts, such as
             "29600-29699"; each queue with such readers takes one port. None takes any free port.
+        stack_signal: Real-time signal on which this process writes its Python stacks when a rank's call has timed out,
+            46 by default; 0 for none, and for a process that asks no others either. May differ between ranks.
         broadcast: Queues over shared memory.
         remote: Queue readers on other hosts: high-water mark and heartbeats.
         cuda: Groups on CUDA devices: our kernels, their memory, NCCL.
@@ -65,6 +72,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     destroy_timeout_s: float = 5.0
     interface: str | None = None
     remote_ports: str | None = None
+    stack_signal: int = DEFAULT_SIGNAL
     broadcast: BroadcastSettings = BroadcastSettings()
     remote: RemoteSettings = RemoteSettings()
     cuda: CudaSettings = CudaSettings()
@@ -83,6 +91,11 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             raise SettingsError(
                 f"remote_ports is {self.remote_ports!r}, but must be a range of TCP ports from 1 to 65535 "
                 "such as '29600-29699'"
+            )
+        if not _is_stack_signal(self.stack_signal):
+            raise SettingsError(
+                f"stack_signal is {self.stack_signal!r}, but must be a real-time signal, {int(signal.SIGRTMIN)} to "
+                f"{int(signal.SIGRTMAX)}, or 0 for none"
             )
         for section, kind in _SECTIONS.items():
             if not isinstance(getattr(self, section), kind):
@@ -361,6 +374,12 @@ def _refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> No
 
 def _is_interface_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[^/\s]{1,15}", name) is not None
+
+
+def _is_stack_signal(number: object) -> bool:
+    if not isinstance(number, int) or isinstance(number, bool):
+        return False
+    return number == 0 or signal.SIGRTMIN <= number <= signal.SIGRTMAX
 
 
 def _port_range(text: object) -> tuple[int, int] | None:

@@ -31,6 +31,7 @@ from shm_broadcast.errors import (
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.reports.log_fields import LogFields, log_fields
+from shm_broadcast.stacks.attached import ask_members, attach
 from shm_broadcast.status.shown_calls import ShownCalls
 
 # A waiting call checks signals, dead peers and `close` at this interval. Ctrl-C must interrupt within 0.2 s.
@@ -566,7 +567,10 @@ class GroupHealth:
         return FailureRecord(kind, ranks, self.rank, str(operation), within_s, described)
 
     def _record(self, operation: Operation, failure_record: FailureRecord) -> CommError:
-        return self._adopt(operation, self._status_store.publish(failure_record))
+        counted = self._status_store.publish(failure_record)
+        # Asked before the transports are aborted: the others still are where they hang.
+        texts = ask_members(counted, self.rank, self.ranks, self._watch)
+        return attach(self._adopt(operation, counted), texts)
 
     def _adopt(self, operation: Operation, failure_record: FailureRecord) -> CommError:
         self._failure_record = failure_record
@@ -595,9 +599,8 @@ class GroupHealth:
             return GroupBrokenError(
                 f"{where}: the transport failed on rank {failure_record.by}: {failure_record.detail}{end}"
             )
-        what = {"lost": "lost", "left": "the group was destroyed by", "interrupted": "interrupted:"}[
-            failure_record.kind
-        ]
+        verbs = {"lost": "lost", "left": "the group was destroyed by", "interrupted": "interrupted:"}
+        what = verbs[failure_record.kind]
         return PeerLostError(
             f"{where}: {what} {ranks} {failure_record.detail}{end}", peers=failure_record.ranks
         )
@@ -658,10 +661,8 @@ class GroupHealth:
             `CommTimeoutError` with `missing`.
         """
         stated = Operation("device", operation, 0)
-        known = self._known_failure(stated)
-        return known or self._record(
-            stated, self._failure(operation, "timeout", tuple(sorted(missing)), within_s)
-        )
+        found = self._failure(operation, "timeout", tuple(sorted(missing)), within_s)
+        return self._known_failure(stated) or self._record(stated, found)
 
     def close(self) -> bool:
         """Refuse every later call; calls that wait raise `ClosedError` within `SLICE_S`.

@@ -55,12 +55,16 @@ class CommTimeoutError(CommError, TimeoutError):
     Attributes:
         missing: Global ranks that had not arrived at the deadline, ascending. Empty if every rank arrived
             but the transfer did not finish.
+        stacks: Python stacks of the ranks' processes, or why there are none, by global rank; -1 is a queue's writer
+            that has no rank. Only the rank that was the first to judge has asked for them: empty on all others, and
+            if the setting `stack_signal` is 0.
     """
 
     def __init__(self, message: str, *, missing: Sequence[int] = ()) -> None:
         """Store the text and the ranks that did not arrive."""
         super().__init__(message)
         self.missing: tuple[int, ...] = tuple(missing)
+        self.stacks: dict[int, str] = {}
 
 
 class PeerLostError(CommError, ConnectionError):

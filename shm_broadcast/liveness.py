@@ -225,6 +225,10 @@ class PeerWatch:
         except CapabilityError:  # no descriptor is free; the caller describes another failure
             return "unknown"
 
+    def process(self, rank: int) -> ProcessIdentity | None:
+        """Return the process of `rank`, as far as it is known."""
+        return self._peers.get(rank)
+
     def describe(self, rank: int) -> str:
         """Return a text about the process of `rank` for errors, for example `pid 4242, alive`."""
         peer = self._peers.get(rank)

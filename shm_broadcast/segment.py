@@ -125,7 +125,7 @@ class Segment:
             for offset, part_bytes in [(0, nbytes)] if own_parts is None else own_parts:
                 _allocate(segment.descriptor, offset, part_bytes)
             os.ftruncate(segment.descriptor, nbytes + later_bytes)
-            fcntl.fcntl(segment.descriptor, _F_ADD_SEALS, _SEALS)
+            seal(segment.descriptor)
             segment._complete(is_reserved=own_parts is None)
         except BaseException:
             segment.close()
@@ -192,6 +192,11 @@ class Segment:
         descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def seal(descriptor: int) -> None:
+    """Let nobody change the size of a memfd any more."""
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
 
 
 def is_sealed(descriptor: int) -> bool:
@@ -264,6 +269,20 @@ class _Visitor(NamedTuple):
     until: float
 
 
+class Pages(Protocol):
+    """The status pages that the two sides of a handover give each other; see `KeptPages`."""
+
+    @property
+    def own(self) -> int:
+        """Return the descriptor of this process's page."""
+
+    def take(self, descriptor: int) -> None:
+        """Keep the other side's page."""
+
+    def close(self) -> None:
+        """Keep nothing more. Idempotent."""
+
+
 class HasDescriptor(Protocol):
     """An object that can be handed over: a `Segment`, or other memory with a descriptor."""
 
@@ -278,7 +297,12 @@ class Handover:
     """
 
     def __init__(
-        self, segment: HasDescriptor, key: bytes, members: set[int], joined: Callable[[Hello, int], None]
+        self,
+        segment: HasDescriptor,
+        key: bytes,
+        members: set[int],
+        joined: Callable[[Hello, int], None],
+        pages: Pages | None = None,
     ) -> None:
         """Listen on a new random abstract address.
 
@@ -287,11 +311,13 @@ class Handover:
             key: The key (32 bytes) that a peer must know.
             members: The expected peers.
             joined: Called on the thread for each peer, with its introduction and its pidfd, which the callee owns.
+            pages: Keeps the peers' status pages; each peer that sends its own gets that of this process.
 
         Raises:
             CapabilityError: The kernel refuses a descriptor.
         """
         self._segment = segment
+        self._pages = pages
         self._key = key
         self._members = set(members)
         self._joined = joined
@@ -395,19 +421,24 @@ class Handover:
             visitor.peer.close()
 
     def _give(self, visitor: _Visitor) -> None:
-        data, descriptors, _, _ = socket.recv_fds(visitor.peer, _MESSAGE_BYTES, 1)
+        data, descriptors, _, _ = socket.recv_fds(visitor.peer, _MESSAGE_BYTES, 2)
         try:
             proof, body = data[:_CHALLENGE_BYTES], data[_CHALLENGE_BYTES:]
             if not hmac.compare_digest(proof, _proof(self._key, b"peer", visitor.challenge + body)):
                 return
             hello = _hello_decoder.decode(body)
-            if hello.member not in self._members or len(descriptors) != 1:
+            if hello.member not in self._members or not descriptors:
                 return
+            offered = [self._segment.descriptor, self._watch]
+            if self._pages is not None and len(descriptors) == 2:
+                offered.append(self._pages.own)
             reply = msgspec.msgpack.encode(Hello(-1, self._own))
             answer = _proof(self._key, b"owner", proof + reply) + reply
-            socket.send_fds(visitor.peer, [answer], [self._segment.descriptor, self._watch])
+            socket.send_fds(visitor.peer, [answer], offered)
             self._members.discard(hello.member)
-            self._joined(hello, descriptors.pop())
+            if self._pages is not None and len(descriptors) == 2:
+                self._pages.take(descriptors.pop())
+            self._joined(hello, descriptors.pop(0))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -447,7 +478,13 @@ def _connect(owner: socket.socket, address: str, timeout_s: float) -> None:
 
 
 def take_over(
-    address: str, key: bytes, member: int, nbytes: int, timeout_s: float, later_bytes: int = 0
+    address: str,
+    key: bytes,
+    member: int,
+    nbytes: int,
+    timeout_s: float,
+    later_bytes: int = 0,
+    pages: Pages | None = None,
 ) -> tuple[Segment, ProcessIdentity, int]:
     """Fetch the segment that a `Handover` offers, and map it.
 
@@ -458,6 +495,7 @@ def take_over(
         nbytes: The size that the segment must have.
         timeout_s: Deadline in seconds.
         later_bytes: The size that the tail of the segment must have.
+        pages: As of `take_descriptor`; closed with the segment.
 
     Returns:
         (segment, identity of the owner's process, pidfd of that process). The caller owns segment and pidfd.
@@ -468,12 +506,14 @@ def take_over(
         DecodeError: The answer did not come from the owner, or it is not a sealed segment of this size.
         CapabilityError: The kernel refuses a descriptor.
     """
-    memory, identity, watch = take_descriptor(address, key, member, timeout_s)
+    memory, identity, watch = take_descriptor(address, key, member, timeout_s, pages=pages)
     try:
-        return Segment.adopt(memory, nbytes, later_bytes), identity, watch
+        segment = Segment.adopt(memory, nbytes, later_bytes)
     except BaseException:
         os.close(watch)
         raise
+    segment.pages = pages
+    return segment, identity, watch
 
 
 def take_descriptor(
@@ -482,6 +522,7 @@ def take_descriptor(
     member: int,
     timeout_s: float,
     connecting: Callable[[socket.socket], None] | None = None,
+    pages: Pages | None = None,
 ) -> tuple[int, ProcessIdentity, int]:
     """Fetch the descriptor that a `Handover` offers, without mapping it. Raises as `take_over` does.
 
@@ -491,6 +532,7 @@ def take_descriptor(
         member: This process's number.
         timeout_s: Deadline in seconds.
         connecting: Gets the socket before it is connected; another thread may close it to end this call.
+        pages: Keeps the owner's status page, which the owner gives for this process's own; by default neither is given.
 
     Returns:
         (descriptor, identity of the owner's process, pidfd of that process). The caller owns both descriptors.
@@ -506,8 +548,8 @@ def take_descriptor(
             challenge = owner.recv(_CHALLENGE_BYTES)
             body = msgspec.msgpack.encode(Hello(member, this_process()))
             proof = _proof(key, b"peer", challenge + body)
-            socket.send_fds(owner, [proof + body], [own])
-            data, descriptors, flags, _ = socket.recv_fds(owner, _MESSAGE_BYTES, 2)
+            socket.send_fds(owner, [proof + body], [own] if pages is None else [own, pages.own])
+            data, descriptors, flags, _ = socket.recv_fds(owner, _MESSAGE_BYTES, 3)
         reply = data[_CHALLENGE_BYTES:]
         if not data:
             raise PeerLostError(
@@ -516,7 +558,7 @@ def take_descriptor(
             )
         if not hmac.compare_digest(data[:_CHALLENGE_BYTES], _proof(key, b"owner", proof + reply)):
             raise DecodeError("the process that answered does not know the key of the segment")
-        if len(descriptors) != 2:
+        if len(descriptors) < 2:
             if flags & socket.MSG_CTRUNC:
                 full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 raise refusal("recvmsg", "receives shared memory", full)
@@ -525,8 +567,9 @@ def take_descriptor(
             identity = _hello_decoder.decode(reply).process
         except _MALFORMED as error:
             raise DecodeError(f"the owner of the segment sent a malformed answer: {error}") from error
-        memory, watch = descriptors
-        descriptors = []
+        if pages is not None and len(descriptors) == 3:
+            pages.take(descriptors.pop())
+        memory, watch, *descriptors = descriptors
         return memory, identity, watch
     except TimeoutError as error:
         raise CommTimeoutError(f"the owner of the segment did not answer within {timeout_s:.1f} s") from error

@@ -11,12 +11,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from shm_broadcast.stacks.offered import NAME
 from shm_broadcast.status.page import own_page
 
 __all__ = ["TEMP_PREFIX", "Snapshot", "children_of", "leaked_since"]
 
 TEMP_PREFIX = "group-coordinator-"
 """The prefix of the name of every temporary directory and every thread of the product."""
+
+STACKS = f"/memfd:{NAME}-"
+"""The memory for its stacks, which a process keeps for its life from its first group on: one, a second is a leak."""
 
 GRACE_S = 1.0
 """How long a descriptor, thread or child may outlive its test, because threads and processes end asynchronously."""
@@ -138,7 +142,8 @@ def _descriptors() -> dict[int, str]:
             found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
         except FileNotFoundError:
             continue  # this was the descriptor that read the directory
-    return found
+    stacks = [number for number, target in found.items() if target.startswith(STACKS)]
+    return {number: target for number, target in found.items() if number not in stacks[:1]}
 
 
 def _names(directory: Path) -> list[str]:

@@ -177,17 +177,16 @@ def sockets_of(pid: int | str = "self") -> set[str]:
 
 
 def segments_of(pid: int | str = "self") -> list[str]:
-    """Return the descriptors and mappings of our shared memory that a process holds, besides its status page."""
+    """Return the descriptors and mappings of our shared memory that a process holds for a time, not for its life."""
     found = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if _is_segment(line)]
-    found += [
-        f"descriptor {entry}: {target}" for entry, target in descriptors_of(pid) if _is_segment(target)
-    ]
+    found += [f"descriptor {entry}: {target}" for entry, target in descriptors_of(pid) if _is_segment(target)]
     return found
 
 
 def _is_segment(name: str) -> bool:
-    # The status page stays for the life of the process.
-    return "memfd:group-coordinator" in name and "memfd:group-coordinator-status" not in name
+    # The status page and the memory for stacks stay for the life of the process.
+    kept = ("memfd:group-coordinator-status", "memfd:group-coordinator-stacks")
+    return "memfd:group-coordinator" in name and not any(each in name for each in kept)
 
 
 def named_memory_of(pid: int | str = "self") -> set[str]:

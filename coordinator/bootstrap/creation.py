@@ -24,6 +24,7 @@ from device_comm.health import SLICE_S, failure_of
 from device_comm.registry import communicator_name
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
+from shm_broadcast.stacks.offered import offer_stacks
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
 PROTOCOL_VERSION = 5
@@ -65,6 +66,7 @@ def create_parts(
         host_ids: Host id of each rank, if already known.
         on_agreed: Called when the ranks have agreed.
     """
+    offer_stacks(settings.stack_signal)
     store, rank, device = world.store, world.rank, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),
@@ -85,8 +87,7 @@ def create_parts(
             own = View(every_fact, this_process(), address, shared_memory.host_id(), offers)
             started = time.perf_counter()
             # A rank that has died since it joined the world will not join: the others need not wait for it.
-            known = world.processes_of(set(everyone) - {rank})
-            with closing(PeerWatch(own.process, known)) as watch:
+            with closing(PeerWatch(own.process, world.processes_of(set(everyone) - {rank}))) as watch:
                 scoped = dist.PrefixStore(f"group_coordinator/{round_name}", store)
                 views = agree(scoped, what, rank, everyone, own, settings.create_timeout_s, watch, agreed)
             _call(to_call)

@@ -255,10 +255,11 @@ class RingReader(RingEnd):
         return f"no {what} from {self._describe_writer()}"
 
     def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
-        raise CommTimeoutError(
+        error = CommTimeoutError(
             f"{self._where(call)}: {self._missing(nbytes)} within {within_s:.1f} s",
             missing=() if self._writer < 0 else (self._writer,),
         )
+        raise self._stacks.attached(error, within_s, self.endpoint.messages, (self._writer,), self._watch)
 
     def raise_late(self, call: str, within_s: float) -> NoReturn:
         """Raise `CommTimeoutError` for a message that has not come within `within_s` seconds."""

@@ -32,6 +32,7 @@ from shm_broadcast.reports.log_fields import LogFields, log_fields
 from shm_broadcast.reports.statistics import QueueStatistics, ReaderStatistics
 from shm_broadcast.segment import Segment
 from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.stacks.attached import QueueStacks
 from shm_broadcast.status.page import own_page
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class RingEnd(ABC):
         self._has_closed = False
         self._forks = fork_count()
         self._page = own_page()
+        self._stacks = QueueStacks()
         self._shown: int | None = None
         # Errors and logs describe the present wait: the call, when it began, and when it warns next.
         self._call = self.call
@@ -377,10 +379,11 @@ class RingWriter(RingEnd):
         return "no room, behind are " + ", ".join(map(self._describe_reader, self._laggards(nbytes)))
 
     def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
-        raise CommTimeoutError(
-            f"{self._where(call)}: {self._missing(nbytes)}, within {within_s:.1f} s",
-            missing=() if nbytes is None else sorted(reader.rank for reader in self._laggards(nbytes)),
+        behind = () if nbytes is None else sorted(reader.rank for reader in self._laggards(nbytes))
+        error = CommTimeoutError(
+            f"{self._where(call)}: {self._missing(nbytes)}, within {within_s:.1f} s", missing=behind
         )
+        raise self._stacks.attached(error, within_s, self.endpoint.messages, behind, self._watch)
 
     def close(self) -> None:
         """Tell the readers that nothing follows, and unmap the ring. Idempotent; wakes a waiting call."""

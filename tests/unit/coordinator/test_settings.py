@@ -332,6 +332,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         destroy_timeout_s=1,
         interface="eth0",
         remote_ports="29600-29699",
+        stack_signal=0,
         broadcast=BroadcastSettings(wait="spin", ring_bytes=MIN_RING_BYTES, warn_after_s=1),
         remote=RemoteSettings(high_water_bytes=1 << 20, heartbeat_s=0.1, lost_after_s=2),
         cuda=CudaSettings(
@@ -372,7 +373,11 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         "cuda.nccl_window_bytes",
         "cuda.deadline_s",
     }
-    assert {"interface", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)} == PER_RANK_FIELDS
+    assert {
+        "interface",
+        "stack_signal",
+        *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS),
+    } == PER_RANK_FIELDS
     for field in plain.__struct_fields__:
         one = msgspec.structs.replace(plain, **{field: getattr(changed, field)})
         assert (one.fingerprint() == plain.fingerprint()) == (field in PER_RANK_FIELDS)

@@ -44,6 +44,9 @@ class FakeWatch:
     def state(self, rank: int) -> str:
         return "dead" if rank in self.dead else "stopped" if rank in self.stopped else "alive"
 
+    def process(self, rank: int) -> None:
+        return None
+
     def describe(self, rank: int) -> str:
         return f"pid {1000 + rank}, {self.state(rank)}"
 

@@ -46,12 +46,14 @@ def raising_at(step: int, call: Callable[[], None]) -> bool:
 
 
 def segments() -> int:
-    """Return how many descriptors of segments this process has open, besides that of its status page."""
+    """Return how many descriptors of segments this process has open, besides what it keeps for its life."""
     found = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
             name = os.readlink(descriptor)
-            found += name.startswith("/memfd:group-coordinator") and "-status" not in name
+            found += name.startswith("/memfd:group-coordinator") and not (
+                "-status" in name or "-stacks" in name
+            )
     return found
 
 

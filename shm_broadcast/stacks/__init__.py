@@ -1,0 +1,1 @@
+"""Write this process's Python stacks when another process asks, and ask others for theirs; see `DESIGN.md`."""

@@ -1,0 +1,300 @@
+"""Ask processes of this host for their Python stacks, which they write by `offered.py`.
+
+A process is sent the signal only if the page of that very process says that it writes its stacks then, and if the
+kernel says that it has a handler: without one, the signal would end it. Whoever asks a process holds a lock on its
+memory meanwhile, so that two that ask at once get whole texts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from shm_broadcast.descriptors import read_text
+from shm_broadcast.errors import CapabilityError
+from shm_broadcast.liveness import ProcessIdentity, open_pidfd, process_state, this_process
+from shm_broadcast.segment import is_sealed
+from shm_broadcast.stacks.offered import NAME, NBYTES, handles
+from shm_broadcast.status import layout
+
+__all__ = ["TEXT_BYTES", "WITHIN_S", "ask"]
+
+WITHIN_S: Final = 0.5
+"""How long all asks together wait for the texts."""
+
+TEXT_BYTES: Final = 32 << 10
+"""How much of a process's text is read. faulthandler writes the thread that has last been started first."""
+
+# How often it looks whether a text is complete. Most are written within a millisecond.
+_LOOK_S: Final = 0.002
+
+_LINK: Final = "/memfd:"
+
+
+class _NoAnswerError(Exception):
+    """Says why a process is not asked, or has not answered."""
+
+
+def ask(
+    processes: Mapping[int, ProcessIdentity], within_s: float = WITHIN_S, most: int = NBYTES
+) -> dict[int, str]:
+    """Return the stacks of each process, or why there are none. It raises nothing but what a signal handler raises.
+
+    Blocks until all have answered, at most about `within_s` seconds.
+
+    Args:
+        processes: By rank, in the order in which they are asked.
+        within_s: Deadline in seconds.
+        most: Do not ask a process whose memory holds this many bytes of earlier stacks.
+
+    Returns:
+        Texts by rank.
+    """
+    end, own = time.monotonic() + within_s, this_process()
+    texts: dict[int, str] = {}
+    asked: dict[int, _Question] = {}
+    with ExitStack() as closing:
+        for rank, process in processes.items():
+            try:
+                _check_time(end, within_s)
+                question = closing.enter_context(_Question(own, process, most))
+                question.look()
+                asked[rank] = question
+            except (_NoAnswerError, OSError, CapabilityError) as error:
+                texts[rank] = _reason(process, error)
+        while asked:
+            is_last = time.monotonic() >= end
+            for rank, question in list(asked.items()):
+                try:
+                    text = question.late(within_s) if is_last else question.look()
+                except (_NoAnswerError, OSError, CapabilityError) as error:
+                    text = _reason(question.process, error)
+                if text is not None:
+                    texts[rank] = text
+                    del asked[rank]
+            if asked:
+                time.sleep(_LOOK_S)
+    return {rank: texts[rank] for rank in processes}
+
+
+def _check_time(end: float, within_s: float) -> None:
+    if time.monotonic() >= end:
+        raise _NoAnswerError(f"finding the others took {within_s:.1f} s, so it was not asked")
+
+
+def _reason(process: ProcessIdentity, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError | ProcessLookupError):
+        return f"no stacks of pid {process.pid}: it has ended"
+    if isinstance(error, PermissionError):
+        return (
+            f"no stacks of pid {process.pid}: the kernel lets this process not look or send a signal: "
+            f"{error.strerror}"
+        )
+    return f"no stacks of pid {process.pid}: {error}"
+
+
+class _Question:
+    """One process that is asked."""
+
+    def __init__(self, own: ProcessIdentity, process: ProcessIdentity, most: int) -> None:
+        """Find what the process offers.
+
+        Args:
+            own: This process.
+            process: The one to ask.
+            most: See `ask`.
+
+        Raises:
+            _NoAnswerError: It is dead or stopped, it offers nothing, or it cannot be seen from here.
+            OSError: The kernel refuses.
+            CapabilityError: No descriptor is free.
+        """
+        self.process = process
+        self._pidfd = self._memory = -1
+        if not own.on_same_host(process):
+            raise _NoAnswerError(
+                f"it is on host {process.hostname}, and only processes of this host can be asked"
+            )
+        if not own.sees(process):
+            raise _NoAnswerError("it is in another PID namespace")
+        self._folder = Path(f"/proc/{process.pid}")
+        self._most = most
+        self._start: int | None = None
+        self._blocked: frozenset[str] = frozenset()
+        try:
+            self._check_state()
+            self._pidfd = open_pidfd(process.pid)
+            # From here on the pidfd is this process, or its number was used again before: then the start differs.
+            self._check_state()
+            self._number, self._place = self._find()
+            self._memory = os.open(self._folder / "fd" / self._place, os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        """Return this object."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close what is open."""
+        self.close()
+
+    def close(self) -> None:
+        """Let others ask. Idempotent."""
+        for name in ("_memory", "_pidfd"):
+            # Forgotten first, so that no number is closed twice.
+            descriptor = getattr(self, name)
+            setattr(self, name, -1)
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def look(self) -> str | None:
+        """Go on without waiting; return the text once it is complete. Raises as `__init__`."""
+        if self._start is None and not self._send():
+            return None
+        self._check_state()
+        if self._position() == self._start or self._is_writing():
+            return None
+        return self._text()
+
+    def late(self, within_s: float) -> str:
+        """Return what is there at the deadline, and say that it is not all. Raises as `__init__`."""
+        self._check_state()
+        if self._start is None:
+            raise _NoAnswerError(f"another process has asked it and was not done within {within_s:.1f} s")
+        if self._position() > self._start:
+            return self._text() + f"\n(not complete within {within_s:.1f} s)"
+        raise _NoAnswerError(
+            f"it did not answer within {within_s:.1f} s: its threads block signal {self._number}, or are in a call of "
+            "the kernel that no signal interrupts"
+        )
+
+    def _send(self) -> bool:
+        """Send the signal; return False while another process is asking."""
+        try:
+            fcntl.flock(self._memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        if not handles(self.process.pid, self._number):
+            raise _NoAnswerError(
+                f"its page says that signal {self._number} asks for stacks, but nothing handles it"
+            )
+        start = self._position()
+        if start >= min(self._most, NBYTES):
+            raise _NoAnswerError(
+                f"earlier stacks fill {start} of {NBYTES} bytes; its next group empties that memory again"
+            )
+        self._blocked = self._blocking()
+        signal.pidfd_send_signal(self._pidfd, self._number)
+        self._start = start
+        return True
+
+    def _check_state(self) -> None:
+        state = process_state(self.process)
+        if state == "dead":
+            raise _NoAnswerError("it is dead")
+        if state == "stopped":
+            raise _NoAnswerError("it is stopped, so it cannot write them")
+
+    def _find(self) -> tuple[int, str]:
+        """Return the signal that the process's page announces, and the number of the descriptor of the memory."""
+        links = {name: self._target(name) for name in os.listdir(self._folder / "fd")}
+        pages = [name for name, target in links.items() if target.startswith(f"{_LINK}{layout.NAME}")]
+        # A process may hold the pages of others too.
+        numbers = [number for number in map(self._announced, pages) if number is not None]
+        if not numbers:
+            raise _NoAnswerError("it has no status page")
+        if not numbers[0]:
+            raise _NoAnswerError("its page announces no signal: stack_signal is 0, or it has no group")
+        wanted = f"{_LINK}{NAME}-{numbers[0]}"
+        places = [name for name, target in links.items() if target.startswith(wanted) and self._writes(name)]
+        if not places:
+            raise _NoAnswerError("it has closed the memory for them")
+        return numbers[0], places[0]
+
+    def _target(self, name: str) -> str:
+        try:
+            return os.readlink(self._folder / "fd" / name)
+        except FileNotFoundError:
+            return ""  # closed meanwhile
+
+    def _writes(self, name: str) -> bool:
+        """Return whether the process may write a descriptor; what it has opened to ask others it may only read."""
+        try:
+            text = read_text(self._folder / "fdinfo" / name)
+        except FileNotFoundError:
+            return False
+        return int(text.partition("flags:")[2].split()[0], 8) & os.O_ACCMODE == os.O_RDWR
+
+    def _announced(self, name: str) -> int | None:
+        """Return the signal that a page announces; None if it is no page of this process."""
+        try:
+            descriptor = os.open(self._folder / "fd" / name, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            if not is_sealed(descriptor):
+                return None
+            form = layout.TABLES["header"].form
+            data = os.pread(descriptor, form.size, 0)
+        finally:
+            os.close(descriptor)
+        if len(data) != form.size:
+            return None
+        page = dict(zip(layout.TABLES["header"].fields, form.unpack(data), strict=True))
+        is_own = (page["magic"], page["version"]) == (layout.MAGIC, layout.VERSION) and (
+            page["pid"],
+            page["start_ticks"],
+        ) == (self.process.pid, self.process.start_ticks)
+        number = page["stack_signal"]
+        return number if is_own and (not number or _is_real_time(number)) else None
+
+    def _position(self) -> int:
+        """Return how much the process has written since its memory was empty."""
+        text = read_text(self._folder / "fdinfo" / self._place)
+        return int(text.partition("pos:")[2].split()[0])
+
+    def _blocking(self) -> frozenset[str]:
+        """Return the threads that block the signal: that which handles it does so until the handler ends."""
+        found = set()
+        for thread in os.listdir(self._folder / "task"):
+            try:
+                mask = _mask(self._folder / "task" / thread / "status", "SigBlk:")
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended
+            if mask >> self._number - 1 & 1:
+                found.add(thread)
+        return frozenset(found)
+
+    def _is_writing(self) -> bool:
+        return bool(self._blocking() - self._blocked)
+
+    def _text(self) -> str:
+        start = self._start or 0
+        written = self._position() - start
+        data = os.pread(self._memory, min(written, TEXT_BYTES), start)
+        cut = "\n(cut)" if written > len(data) else ""
+        if start + written >= NBYTES:
+            cut = "\n(cut: there was no room for more)"
+        return data.decode(errors="replace").strip() + cut
+
+
+def _mask(path: Path, name: str) -> int:
+    for line in read_text(path).splitlines():
+        if line.startswith(name):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def _is_real_time(number: int) -> bool:
+    return signal.SIGRTMIN <= number <= signal.SIGRTMAX

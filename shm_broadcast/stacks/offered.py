@@ -1,0 +1,154 @@
+"""Offer this process's Python stacks: on a real-time signal it writes them into memory that others read.
+
+`faulthandler` writes them in the signal handler, in C and without the GIL, so that a process that sleeps, loops or
+holds the GIL in native code answers too. It writes names of files and functions and numbers of lines, and no value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import fcntl
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Final
+
+from shm_broadcast.descriptors import read_text, refusal
+from shm_broadcast.errors import UsageError
+from shm_broadcast.segment import seal
+from shm_broadcast.status.page import own_page
+
+__all__ = ["DEFAULT_SIGNAL", "NAME", "NBYTES", "handles", "offer_stacks", "offered_signal"]
+
+DEFAULT_SIGNAL: Final = int(signal.SIGRTMIN) + 12
+"""Few programs use it: glibc keeps the first real-time signals, and others count from these or down from the last."""
+
+NAME: Final = "group-coordinator-stacks"
+"""The memfd's name is this, a hyphen, and the number of the signal."""
+
+NBYTES: Final = 1 << 20
+"""Size of the memory. Pages that were never written take none. The stacks of a process with 40 threads take 30 KB."""
+
+_SIG_DFL: Final = 0
+_SIG_IGN: Final = 1
+
+
+class _Own:
+    """What this process offers. A lock orders threads; a signal handler that creates a group may interrupt one."""
+
+    lock = threading.RLock()
+    number = 0
+    descriptor = -1
+
+
+def offered_signal() -> int:
+    """Return the signal on which this process writes its stacks, or 0."""
+    return _Own.number
+
+
+def offer_stacks(number: int) -> None:
+    """Write this process's stacks on a signal from now on, until the process ends. Each new group calls this.
+
+    Once the process does so, a further call makes the memory empty again, which earlier stacks may have filled; with 0
+    it does nothing else either.
+
+    Args:
+        number: A real-time signal; 0 for a group that asks for no stacks.
+
+    Raises:
+        UsageError: The process has another handler for the signal, or writes its stacks on another signal already.
+        CapabilityError: The kernel refuses a memfd.
+    """
+    with _Own.lock:
+        if not number and not _Own.number:
+            return
+        if _Own.number:
+            if number not in (0, _Own.number):
+                raise UsageError(
+                    f"stack_signal is {number}, but this process writes its stacks on signal {_Own.number}, which its "
+                    "first group has named: give all groups of a process the same one"
+                )
+            _empty(_Own.descriptor)
+            return
+        if handles(os.getpid(), number):
+            raise UsageError(
+                f"stack_signal is {number}, but this process has a handler for that signal: set another real-time "
+                f"signal ({int(signal.SIGRTMIN)} to {int(signal.SIGRTMAX)}), or 0 for no stacks "
+                "(GROUP_COORDINATOR_STACK_SIGNAL)"
+            )
+        page, descriptor = own_page(), _new_memory(f"{NAME}-{number}")
+        try:
+            # What faulthandler puts back when the interpreter ends: an ask that comes late must not kill the process.
+            _set_action(number, _SIG_IGN)
+            faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
+        except BaseException:
+            faulthandler.unregister(number)
+            _set_action(number, _SIG_DFL)
+            os.close(descriptor)
+            raise
+        _Own.number, _Own.descriptor = number, descriptor
+        page.set_stack_signal(number)
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, in Python or in C.
+
+    Raises:
+        OSError: There is no such process, or this one may not see it.
+        CapabilityError: No descriptor is free.
+    """
+    for line in read_text(Path(f"/proc/{pid}/status")).splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> number - 1 & 1)
+    return False
+
+
+def _new_memory(name: str) -> int:
+    """Return a memfd that nobody can make longer or shorter: what does not fit is not written."""
+    try:
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise refusal("memfd_create", "holds the stacks of this process", error) from error
+    try:
+        os.ftruncate(descriptor, NBYTES)
+        seal(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _empty(descriptor: int) -> None:
+    """Write the next stacks at the beginning again, unless somebody reads now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    try:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _set_action(number: int, action: int) -> None:
+    """Let the kernel ignore a signal, or do its default; `signal.signal` could do so in the main thread only."""
+    function = ctypes.CDLL(None, use_errno=True).signal
+    function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    if function(number, action) == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"signal({number}) failed: {os.strerror(code)}")
+
+
+def _forget_inherited() -> None:
+    # The memory is the parent's, and a child that nobody asks needs no handler.
+    _Own.lock = threading.RLock()
+    if _Own.number:
+        faulthandler.unregister(_Own.number)
+        _set_action(_Own.number, _SIG_DFL)
+        os.close(_Own.descriptor)
+        _Own.number, _Own.descriptor = 0, -1
+
+
+os.register_at_fork(after_in_child=_forget_inherited)

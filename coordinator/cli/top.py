@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 from coordinator.diagnosis.top.rows import Row, rows_of
-from coordinator.diagnosis.top.sampling import Sample, Sampler
+from coordinator.diagnosis.top.sampling import Sample, Sampler, of_process
 from coordinator.diagnosis.top.screen import rich_screen, text_screen
 
 __all__ = ["show_top"]
@@ -56,9 +56,13 @@ def _print_once(sampler: Sampler, pid: int | None, interval_s: float) -> int:
     if not rows:
         sys.stderr.write(_nothing(now, pid) + "\n")
         return 1
-    sys.stdout.write(text_screen(now, rows))
+    sys.stdout.write(text_screen(_shown(now, pid), rows))
     sys.stdout.flush()
     return 0
+
+
+def _shown(sample: Sample, pid: int | None) -> Sample:
+    return sample if pid is None else of_process(sample, pid)
 
 
 def _nothing(sample: Sample, pid: int | None) -> str:
@@ -83,7 +87,7 @@ def _print_on(sampler: Sampler, pid: int | None, interval_s: float) -> None:
     while True:
         now = sampler.sample()
         at = time.strftime("%H:%M:%S")
-        sys.stdout.write(f"{at}  {text_screen(now, rows_of(before, now, pid))}\n")
+        sys.stdout.write(f"{at}  {text_screen(_shown(now, pid), rows_of(before, now, pid))}\n")
         sys.stdout.flush()
         before = now
         time.sleep(interval_s)
@@ -98,7 +102,7 @@ def _show_live(sampler: Sampler, pid: int | None, interval_s: float) -> None:
     hint = f"every {interval_s:g} s, q ends"
 
     def screen(now: Sample, rows: tuple[Row, ...]) -> None:
-        live.update(rich_screen(now, rows, console.height, hint), refresh=True)
+        live.update(rich_screen(_shown(now, pid), rows, console.height, hint), refresh=True)
 
     before = None
     with _keys() as has_keys, Live(console=console, screen=True, auto_refresh=False) as live:

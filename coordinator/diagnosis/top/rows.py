@@ -238,7 +238,7 @@ class _Maker:
             return ("computing" if plane.lane.state == "computing" else "waiting"), ""
         if self._busy is not None:
             other, its = self._busy
-            return "elsewhere", f"in {_call(its.lane)} of {other.name}"
+            return "elsewhere", f"in {other.name} {its.name}"
         return self._activity.state, self._activity.note
 
     def _waits_for(

@@ -7,6 +7,7 @@ is searched for rarely, as that takes a look at each descriptor of each process.
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,7 +24,7 @@ from coordinator.diagnosis.queues import Ring, read_rings
 from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError
 
-__all__ = ["Sample", "Sampler", "Seen", "jobs_of"]
+__all__ = ["Sample", "Sampler", "Seen", "jobs_of", "of_process"]
 
 # A process is searched for its page this often while it is new, then seldom; a search may take this share of a core.
 SEARCH_S: Final = 1.5
@@ -43,7 +44,7 @@ class Seen(msgspec.Struct, frozen=True):
         page: What it says.
         pid: Its process as this one sees it; None if that has ended or is not seen here.
         process: What the kernel says of that; None if it has ended.
-        holders: Processes that have the page.
+        holders: Processes with a page of their own that have this one.
         job: Number of the job, from 0; pages of one job share memory.
         shift_ns: What turns a time of the page into one of this process, if they live in two time namespaces.
     """
@@ -79,12 +80,25 @@ class Sample(msgspec.Struct, frozen=True):
     faults: dict[int, str]
 
 
+def of_process(sample: Sample, pid: int) -> Sample:
+    """Return a sample with the queues and channels of one process alone; it keeps all pages, which tell who waits."""
+    own = {
+        (end.inode, end.offset)
+        for seen in sample.seen
+        if pid in (seen.pid, seen.page.pid)
+        for end in seen.page.queues
+    }
+    rings = tuple(ring for ring in sample.rings if (ring.inode, ring.offset) in own)
+    return msgspec.structs.replace(sample, rings=rings)
+
+
 class _Kept:
     """A page that stays mapped."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
         self.holders: dict[int, None] = {}
+        self.keepers: tuple[int, ...] = ()
         self.pid: int | None = None
         self.start_ticks = -1
         self.ended_s: float | None = None
@@ -130,15 +144,19 @@ class Sampler:
                 faults[next(iter(kept.holders), 0)] = str(error)
                 continue
             if kept.start_ticks != page.start_ticks:
+                # It is asked once: a process that holds its page keeps its number while it lives.
                 kept.pid, kept.start_ticks = pages.owner_of(page, kept.holders), page.start_ticks
             found.append((place, page))
         return self._sampled(found, faults)
 
     def _sampled(self, found: list[tuple[Place, Page]], faults: dict[int, str]) -> Sample:
+        owners = {kept.pid for kept in self._kept.values()}
         for place, _ in found:
             kept = self._kept[place]
+            # Whoever merely reads pages, as this command does, has them open too, and belongs to no job.
+            kept.keepers = tuple(pid for pid in kept.holders if pid in owners)
             own = self._memory.get(kept.pid, []) if kept.pid is not None else []
-            marks = {*kept.holders, *(memory.place for memory in own if not memory.is_page)}
+            marks = {*kept.keepers, *(memory.place for memory in own if not memory.is_page)}
             # A process that has ended has nothing any more, and still belongs to its job.
             kept.marks = marks or kept.marks
         jobs = jobs_of([(place, self._kept[place].marks) for place, _ in found])
@@ -149,7 +167,7 @@ class Sampler:
             process = look_at(kept.pid) if kept.pid is not None else None
             if process is not None and process.start_ticks != page.start_ticks:
                 process = None  # another one has the number now
-            seen.append(Seen(page, kept.pid, process, tuple(kept.holders), jobs[place], self._shift_ns(page)))
+            seen.append(Seen(page, kept.pid, process, kept.keepers, jobs[place], self._shift_ns(page)))
             self._forget(place, kept, seen[-1].has_ended)
         seen.sort(key=lambda each: (each.job, each.page.rank is None, each.page.rank or 0, each.page.pid))
         rings = read_rings((each.page, None if each.has_ended else each.pid) for each in seen)
@@ -162,7 +180,7 @@ class Sampler:
             return
         if kept.ended_s is None:
             kept.ended_s = time.monotonic()
-        if not kept.holders and time.monotonic() - kept.ended_s >= KEPT_S:
+        if not kept.keepers and time.monotonic() - kept.ended_s >= KEPT_S:
             kept.memory.close()
             del self._kept[place]
 
@@ -176,7 +194,7 @@ class Sampler:
         self._memory, self._faults, self._refused = {}, {}, set()
         for kept in self._kept.values():
             kept.holders = {}
-        for pid in sorted(pages.processes()):
+        for pid in sorted(set(pages.processes()) - {os.getpid()}):
             try:
                 self._memory[pid] = pages.find_memory(pid)
             except PermissionError:

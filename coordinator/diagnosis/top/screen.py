@@ -151,7 +151,7 @@ def _ring_cells(sample: Sample, ring: Ring, reader: Reader | None) -> tuple[str,
         in_number(ring.messages),
         in_number(reader.behind_messages),
         in_bytes(reader.behind_bytes),
-        in_seconds(max(sample.at_ns - progress_ns, 0) / 1e9) if progress_ns else "-",
+        in_seconds(max(sample.at_ns - progress_ns, 0) / 1e9) if progress_ns else "start",
         _side(ring, reader),
     )
 

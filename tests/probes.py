@@ -109,6 +109,10 @@ def _nccl() -> str | None:
     return "needs the wheel nvidia-nccl-cu13 or -cu12 (make test-nccl installs it)"
 
 
+def _promtool() -> str | None:
+    return None if shutil.which("promtool") else "needs promtool, which Debian's package prometheus holds"
+
+
 PROBES: dict[str, Callable[[], str | None]] = {
     "network_namespaces": functools.cache(_network_namespaces),
     "compiler": functools.cache(_compiler),
@@ -117,5 +121,6 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "compute_sanitizer": _compute_sanitizer,
     "other_user": _other_user,
     "nccl": functools.cache(_nccl),
+    "promtool": _promtool,
 }
 """By name what a test may need, with a function that returns what this machine lacks, or None."""

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final, Literal, Self, get_args, get_origin
 
 import msgspec
@@ -32,7 +33,7 @@ __all__ = [
 PREFIX = "GROUP_COORDINATOR_"
 
 PER_RANK_FIELDS = frozenset(
-    {"interface", "stack_signal", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)}
+    {"interface", "record_dir", "stack_signal", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)}
 )
 """Fields that may differ between ranks: interface names and file paths differ between hosts, signal handlers between
 processes."""
@@ -57,6 +58,10 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             that routes to the master. May differ between ranks.
         remote_ports: First and last TCP port on which queues listen for readers on other hosts, such as
             "29600-29699"; each queue with such readers takes one port. None takes any free port.
+        record_dir: Directory in which each process keeps its status page in a file, which survives the death of all
+            ranks, and writes a dump when a group breaks; `python -m coordinator blame` reads both. It is made with mode
+            0700, or must have it, and the files of the newest 8 runs stay. None records nothing. May differ between
+            ranks.
         stack_signal: Real-time signal on which this process writes its Python stacks when a rank's call has timed out,
             46 by default; 0 for none, and for a process that asks no others either. May differ between ranks.
         broadcast: Queues over shared memory.
@@ -72,6 +77,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     destroy_timeout_s: float = 5.0
     interface: str | None = None
     remote_ports: str | None = None
+    record_dir: str | None = None
     stack_signal: int = DEFAULT_SIGNAL
     broadcast: BroadcastSettings = BroadcastSettings()
     remote: RemoteSettings = RemoteSettings()
@@ -92,6 +98,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 f"remote_ports is {self.remote_ports!r}, but must be a range of TCP ports from 1 to 65535 "
                 "such as '29600-29699'"
             )
+        if self.record_dir is not None and not _is_absolute_path(self.record_dir):
+            raise SettingsError(f"record_dir is {self.record_dir!r}, but must be an absolute path")
         if not _is_stack_signal(self.stack_signal):
             raise SettingsError(
                 f"stack_signal is {self.stack_signal!r}, but must be a real-time signal, {int(signal.SIGRTMIN)} to "
@@ -374,6 +382,10 @@ def _refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> No
 
 def _is_interface_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[^/\s]{1,15}", name) is not None
+
+
+def _is_absolute_path(path: object) -> bool:
+    return isinstance(path, str) and "\0" not in path and Path(path).is_absolute()
 
 
 def _is_stack_signal(number: object) -> bool:

@@ -612,7 +612,7 @@ class GroupHealth:
                 return
             if self._cause is None:
                 self._cause, self._breaker = cause, thread
-                self.shown.broken(cause)
+                self.shown.broken(cause, self._failure_record, self._watch.state)
             if self._breaker != thread:
                 return
         # What a signal handler raises here leaves the rest to this thread's next call of this function.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,9 +17,11 @@ from shm_broadcast import _core
 from shm_broadcast.liveness import fork_count, this_process
 from shm_broadcast.segment import Segment
 from shm_broadcast.status import layout
+from shm_broadcast.status.failure_dump import Broken, Dumps
 from shm_broadcast.status.layout import GroupState
+from shm_broadcast.status.record_file import RunFolder
 
-__all__ = ["GroupStatus", "OwnPage", "own_page"]
+__all__ = ["GroupStatus", "OwnPage", "own_page", "record_own_page"]
 
 
 class OwnPage:
@@ -30,15 +32,20 @@ class OwnPage:
 
     Attributes:
         segment: The memory.
+        dumps: Where a failure is written, if the page is in a file.
     """
 
-    def __init__(self) -> None:
-        """Make the page.
+    def __init__(self, folder: RunFolder | None = None) -> None:
+        """Make the page, in a file of `folder` or in memory that has no name.
 
         Raises:
-            CapabilityError: The kernel refuses a memfd, or too little memory is free.
+            CapabilityError: The kernel refuses a memfd, or too little memory or space for a file is free.
+            SettingsError: The file cannot be made.
         """
-        self.segment: Final = Segment.create(layout.PAGE_BYTES, name=layout.NAME)
+        self.segment: Final = (
+            Segment.create(layout.PAGE_BYTES, name=layout.NAME) if folder is None else folder.page()
+        )
+        self.dumps: Final = None if folder is None else Dumps(folder, self.segment)
         identity = this_process()
         _core.status_format(
             self.segment.memory,
@@ -68,6 +75,11 @@ class OwnPage:
             return
         self._rank, self._world_size = rank, world_size
         self._set_words()
+
+    def take_words(self, before: OwnPage) -> None:
+        """State what a page states that this process has made before."""
+        self._rank, self._world_size = before._rank, before._world_size
+        self.set_stack_signal(before._stack_signal)
 
     def set_stack_signal(self, number: int) -> None:
         """State which signal makes this process write its stacks; 0: none."""
@@ -163,6 +175,7 @@ class GroupStatus:
         self._at = at
         self._lanes: list[_core.StatusLane] = []
         self._state = GroupState.FREE
+        self._name = name
         self._values: dict[str, object] = {
             "epoch": epoch,
             "rank": place,
@@ -189,11 +202,23 @@ class GroupStatus:
             self._values["cause"] = cut(cause, 320)
         self._page.write_group(self._at, layout.pack_record("groups", state=int(state), **self._values))
 
+    @property
+    def is_dumped(self) -> bool:
+        """Return whether a dump is written when the group breaks: the page is in a file."""
+        return self._page.dumps is not None and not self._page.is_inherited
+
+    def dump(self, cause: BaseException, failure: Broken | None, others: Mapping[int, str]) -> None:
+        """Write a dump if the page is in a file; the arguments are those of `Dumps.write`."""
+        if self._page.dumps is not None and not self._page.is_inherited:
+            self._page.dumps.write(self._name, cause, failure, others)
+
     def leave(self) -> None:
         """Show that the group was left, and write no more. Idempotent."""
         if self._at is None or self._state is GroupState.LEFT or self._page.is_inherited:
             return
         self.set_state(GroupState.LEFT)
+        if self._page.dumps is not None:
+            self._page.dumps.left(self._name)
         for lane in self._lanes:
             lane.close()
         self._page.give_back_group(self._at)
@@ -228,6 +253,31 @@ def own_page() -> OwnPage:
     if page is None or page.is_inherited:
         page = _Own.page = OwnPage()
     return page
+
+
+def record_own_page(directory: Path, run: str, rank: int) -> None:
+    """Let this process write a page in a file from now on, unless it does.
+
+    Groups and queues that are there already stay in the page that they have.
+
+    Args:
+        directory: The record directory.
+        run: Name of the run, equal on all ranks.
+        rank: Of this process, for the name of the file.
+
+    Raises:
+        SettingsError: As `RunFolder`.
+        CapabilityError: As `OwnPage`.
+    """
+    before = _Own.page
+    if before is not None and before.dumps is not None and not before.is_inherited:
+        return
+    own = this_process()
+    stem = f"rank-{rank}-{own.boot_id[:8]}-{own.pid}-{own.start_ticks}"
+    page = OwnPage(RunFolder(directory, run, stem))
+    if before is not None:
+        page.take_words(before)
+    _Own.page = page
 
 
 def _close_inherited() -> None:

@@ -7,6 +7,7 @@ from typing import Final, Protocol, TypeVar
 
 from shm_broadcast._core import StatusLane
 from shm_broadcast.errors import CommError
+from shm_broadcast.status.failure_dump import Broken
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import NOBODY, GroupState, LaneState, Outcome
 from shm_broadcast.status.page import GroupStatus, own_page
@@ -38,7 +39,7 @@ class ShownCalls:
     def __init__(self, name: str, place: int, ranks: Sequence[int]) -> None:
         """Show the group `name`, in which this process has place `place` of the global `ranks`."""
         self.status: GroupStatus = own_page().group(name, place, ranks)
-        self._ranks = tuple(ranks)
+        self._ranks, self._place = tuple(ranks), place
         # For the collectives of a plane, one at a time.
         self._lanes: dict[str, StatusLane] = {}
         # Planes whose native code shows its waits itself.
@@ -95,8 +96,24 @@ class ShownCalls:
             lane.end(outcome)
             idle.append(lane)
 
-    def broken(self, cause: BaseException) -> None:
-        """Show that the group is broken. The text of an error that is not ours may hold data, and is not shown."""
+    def broken(
+        self,
+        cause: BaseException,
+        failure: Broken | None = None,
+        state: Callable[[int], str] | None = None,
+    ) -> None:
+        """Show that the group is broken, and write a dump if the page is in a file.
+
+        The text of an error that is not ours may hold data, and is not shown.
+
+        Args:
+            cause: The error.
+            failure: What the ranks have agreed on.
+            state: Returns the state of the process of a global rank.
+        """
         self.status.set_state(
             GroupState.BROKEN, str(cause) if isinstance(cause, CommError) else type(cause).__name__
         )
+        if self.status.is_dumped and state is not None:
+            others = {rank: state(rank) for rank in self._ranks if rank != self._ranks[self._place]}
+            self.status.dump(cause, failure, others)

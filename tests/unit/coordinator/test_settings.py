@@ -375,6 +375,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
     }
     assert {
         "interface",
+        "record_dir",
         "stack_signal",
         *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS),
     } == PER_RANK_FIELDS

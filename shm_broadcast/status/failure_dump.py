@@ -1,0 +1,234 @@
+"""Write what this process knows when one of its groups breaks, for a look at it later.
+
+A dump holds the status page, the failure, the states of the other ranks' processes and the positions of the queues:
+names, numbers, times and texts of our own errors, as the page itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from shm_broadcast import _core
+from shm_broadcast.errors import CommError
+from shm_broadcast.layout import FIELDS, LINE, MAX_READERS
+from shm_broadcast.reports.log_fields import log_fields
+from shm_broadcast.segment import Segment
+from shm_broadcast.status.layout import PAGE_BYTES, TABLES
+from shm_broadcast.status.record_file import DUMP_SUFFIX, RunFolder, create_private
+
+__all__ = ["DUMP_VERSION", "MOST_BYTES", "Broken", "Dumps", "FailureDump", "QueueDump"]
+
+DUMP_VERSION: Final = 1
+MOST_BYTES: Final = 1 << 20
+"""No dump is larger."""
+
+_MOST_DUMPS: Final = 8
+_MOST_QUEUE_BYTES: Final = 256 * 1024
+_MOST_TEXT: Final = 4096
+_READERS_AT: Final = FIELDS["consumed"].offset
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+class Broken(Protocol):
+    """The failure record of a group; see `device_comm.health.FailureRecord`."""
+
+    @property
+    def kind(self) -> str:
+        """Return why the group broke."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks at fault."""
+
+    @property
+    def by(self) -> int:
+        """Return the rank that found it."""
+
+    @property
+    def operation(self) -> str:
+        """Return the call in which it did."""
+
+    @property
+    def within_s(self) -> float:
+        """Return the deadline of that call, or 0."""
+
+    @property
+    def detail(self) -> str:
+        """Return what is known of the ranks at fault."""
+
+
+class QueueDump(msgspec.Struct, frozen=True):
+    """The words of one ring, twice, one copy after the other.
+
+    Attributes:
+        inode: Of its memory.
+        offset: In it.
+        room: Bytes of the memory from there on.
+        first: The first copy.
+        second: The second.
+    """
+
+    inode: int
+    offset: int
+    room: int
+    first: bytes
+    second: bytes
+
+
+class FailureDump(msgspec.Struct, frozen=True):
+    """A dump.
+
+    Attributes:
+        version: `DUMP_VERSION`.
+        group: The group that broke.
+        error: Class of the error.
+        text: Its text, if it is one of ours.
+        others: State of the other ranks' processes, by rank: "alive", "stopped", "dead" or "unknown".
+        monotonic_ns: CLOCK_MONOTONIC.
+        page: The status page, as `_core.status_copy` returns it.
+        queues: Its queues; none of which there would be too many.
+        kind: Of the failure record, as all that follows; empty if there is none.
+        ranks: Ranks at fault.
+        by: Who found it.
+        operation: In which call.
+        within_s: Deadline of that, or 0.
+        detail: What is known of the ranks at fault.
+    """
+
+    version: int
+    group: str
+    error: str
+    text: str
+    others: dict[int, str]
+    monotonic_ns: int
+    page: bytes
+    queues: list[QueueDump]
+    kind: str = ""
+    ranks: tuple[int, ...] = ()
+    by: int = -1
+    operation: str = ""
+    within_s: float = 0.0
+    detail: str = ""
+
+
+class Dumps:
+    """The dumps of one process: one for each failure, however many groups that breaks."""
+
+    def __init__(self, folder: RunFolder, segment: Segment) -> None:
+        """Write dumps of the page in `segment` into `folder`."""
+        self._folder = folder
+        self._segment = segment
+        self._written = 0
+        # Groups that broke and are still there: what breaks beside them belongs to the same failure.
+        self._broken: set[str] = set()
+        # Not waited for: another thread's failure is told in its own dump.
+        self._lock = threading.Lock()
+
+    def write(
+        self, group: str, cause: BaseException, failure: Broken | None, others: Mapping[int, str]
+    ) -> Path | None:
+        """Write a dump and return its path; None for a group that breaks beside another one, and after `_MOST_DUMPS`.
+
+        A file system that refuses is logged, and leaves the failure of the group as it is.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            is_first = not self._broken
+            self._broken.add(group)
+            if not is_first or self._written >= _MOST_DUMPS:
+                return None
+            self._written += 1
+            return self._write(self._dump(group, cause, failure, others))
+        except (OSError, CommError) as error:
+            logger.warning(
+                "no dump of the failure of %r was written: %s", group, error, extra=log_fields(group=group)
+            )
+            return None
+        finally:
+            self._lock.release()
+
+    def left(self, group: str) -> None:
+        """Note that a group was destroyed: when all that broke are, the next to break begins another failure."""
+        self._broken.discard(group)
+
+    def _dump(
+        self, group: str, cause: BaseException, failure: Broken | None, others: Mapping[int, str]
+    ) -> FailureDump:
+        page = _core.status_copy(self._segment.memory)
+        dump = FailureDump(
+            version=DUMP_VERSION,
+            group=group,
+            error=type(cause).__name__,
+            text=str(cause)[:_MOST_TEXT] if isinstance(cause, CommError) else "",
+            others=dict(others),
+            monotonic_ns=time.monotonic_ns(),
+            page=page,
+            queues=_queues(page),
+        )
+        if failure is None:
+            return dump
+        return msgspec.structs.replace(
+            dump,
+            kind=failure.kind,
+            ranks=failure.ranks,
+            by=failure.by,
+            operation=failure.operation[:_MOST_TEXT],
+            within_s=failure.within_s,
+            detail=failure.detail[:_MOST_TEXT],
+        )
+
+    def _write(self, dump: FailureDump) -> Path:
+        """Write a file under another name first: who finds a dump finds a whole one."""
+        path = self._folder.path / f"{self._folder.stem}-{self._written}{DUMP_SUFFIX}"
+        unfinished = path.with_name(f".{path.name}")
+        try:
+            with os.fdopen(create_private(unfinished), "wb") as file:
+                file.write(msgspec.msgpack.encode(dump))
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        return path
+
+
+def _queues(page: bytes) -> list[QueueDump]:
+    """Return the rings of the queues in a page of this process, as long as there is room for them."""
+    table, found, nbytes = TABLES["queues"], [], 0
+    for place in range(table.number):
+        row = dict(
+            zip(table.fields, table.form.unpack_from(page, table.offset + place * table.nbytes), strict=True)
+        )
+        queue = _queue(row["descriptor"], row["inode"], row["offset"]) if row["state"] else None
+        if queue is not None and nbytes + 2 * len(queue.first) <= _MOST_QUEUE_BYTES:
+            nbytes += 2 * len(queue.first)
+            found.append(queue)
+    return found
+
+
+def _queue(descriptor: int, inode: int, offset: int) -> QueueDump | None:
+    """Return the words of a ring; None if its end was closed meanwhile."""
+    try:
+        status = os.fstat(descriptor)
+        if status.st_ino != inode:
+            return None
+        (readers,) = struct.unpack(
+            "<I", os.pread(descriptor, 4, offset + FIELDS["readers"].offset).ljust(4, b"\0")
+        )
+        nbytes = _READERS_AT + LINE * min(readers, MAX_READERS)
+        first = os.pread(descriptor, nbytes, offset)
+        return QueueDump(inode, offset, status.st_size - offset, first, os.pread(descriptor, nbytes, offset))
+    except OSError:
+        return None
+
+
+assert PAGE_BYTES + _MOST_QUEUE_BYTES + 8 * _MOST_TEXT < MOST_BYTES

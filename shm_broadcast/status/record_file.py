@@ -1,0 +1,169 @@
+"""Keep the status page of a process in a file, so that it survives the death of all ranks.
+
+A record directory holds one folder for each run, and that one file for each process and the dumps of those whose
+groups broke. Nobody else may reach into either, so that a file needs no seal: who could truncate it, and so kill a
+reader with SIGBUS, could also kill the reader. The pages are allocated when the file is made.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import secrets
+import stat
+import time
+from pathlib import Path
+from typing import Final
+
+from shm_broadcast.descriptors import refuse_if_full
+from shm_broadcast.errors import CapabilityError, SettingsError
+from shm_broadcast.segment import Segment
+from shm_broadcast.status.layout import PAGE_BYTES
+
+__all__ = [
+    "DUMP_SUFFIX",
+    "KEPT_RUNS",
+    "PAGE_SUFFIX",
+    "RunFolder",
+    "is_page_file",
+    "is_private",
+    "new_run",
+    "runs_in",
+]
+
+KEPT_RUNS: Final = 8
+"""Runs whose files are kept."""
+
+PAGE_SUFFIX: Final = ".status-page"
+DUMP_SUFFIX: Final = ".dump"
+
+_RUN: Final = re.compile(r"run-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
+_OTHERS: Final = 0o077
+
+
+def new_run() -> str:
+    """Return a name for a run that begins now; names are in the order of their times."""
+    return f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Return whether a file or directory belongs to this user, and others may do nothing with it."""
+    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & _OTHERS
+
+
+def is_page_file(descriptor: int) -> bool:
+    """Return whether a descriptor is a page in a file that only this user reaches."""
+    status = os.fstat(descriptor)
+    return stat.S_ISREG(status.st_mode) and is_private(status) and status.st_size == PAGE_BYTES
+
+
+def runs_in(directory: Path) -> list[str]:
+    """Return the names of the runs of a record directory, the newest first."""
+    return sorted((name for name in os.listdir(directory) if _RUN.fullmatch(name)), reverse=True)
+
+
+class RunFolder:
+    """The folder of one run, in which this process has one file and writes its dumps.
+
+    Attributes:
+        path: Of the folder.
+        stem: Beginning of the names of this process's files.
+    """
+
+    def __init__(self, directory: Path, run: str, stem: str) -> None:
+        """Make the folder, and remove those of older runs than the newest `KEPT_RUNS`.
+
+        Args:
+            directory: The record directory; it is made if it is not there.
+            run: From `new_run`, equal on all ranks.
+            stem: Tells this process from all others of the run.
+
+        Raises:
+            SettingsError: The directory cannot be made, or other users may reach into it.
+            CapabilityError: The file system is full, or no descriptor is free.
+        """
+        if not _RUN.fullmatch(run):
+            raise SettingsError(f"{run!r} is no name of a run")
+        _make_private(directory)
+        self.path = directory / run
+        self.stem = stem
+        _make_private(self.path)
+        for old in runs_in(directory)[KEPT_RUNS:]:
+            _remove(directory / old)
+
+    def page(self) -> Segment:
+        """Return the memory of a new page.
+
+        Raises:
+            CapabilityError: The file system has no room for it, or no descriptor is free.
+            SettingsError: The file is there already, or cannot be made.
+        """
+        path = self.path / f"{self.stem}{PAGE_SUFFIX}"
+        descriptor = create_private(path)
+        try:
+            os.posix_fallocate(descriptor, 0, PAGE_BYTES)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise _refused(path, error) from error
+        segment = Segment(descriptor, PAGE_BYTES)
+        segment.memory = mmap.mmap(descriptor, PAGE_BYTES)
+        return segment
+
+
+def create_private(path: Path) -> int:
+    """Return a descriptor of a new file that only this user reaches.
+
+    Raises:
+        CapabilityError: The file system is full, or no descriptor is free.
+        SettingsError: It is there already, or cannot be made.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: OSError) -> CapabilityError | SettingsError:
+    refuse_if_full("open", "creates a file of record_dir", error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapabilityError(
+            f"record_dir: {path} needs {PAGE_BYTES} bytes: {error.strerror}",
+            requirement=f"{PAGE_BYTES} bytes in the file system of record_dir",
+        )
+    return SettingsError(f"record_dir: {path} cannot be made: {error.strerror}")
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory that only this user reaches, or check that one."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise _refused(directory, error) from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise SettingsError(f"record_dir: {directory} is no directory")
+    if not is_private(status):
+        raise SettingsError(
+            f"record_dir: other users may reach into {directory} (user {status.st_uid}, mode "
+            f"{stat.S_IMODE(status.st_mode):04o}): it must belong to this user and have mode 0700"
+        )
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder of an old run with what we have written there. Other ranks may do so at the same time."""
+    try:
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            return
+        for name in os.listdir(folder):
+            if name.endswith((PAGE_SUFFIX, DUMP_SUFFIX)):
+                (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:  # somebody keeps files of his own there
+            raise _refused(folder, error) from error

@@ -42,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from coordinator.cli.metrics import export_metrics
 
         return export_metrics(listen=options.listen, textfile=options.textfile, interval_s=options.interval)
+    if options.command == "stragglers":
+        from coordinator.cli.stragglers import watch_stragglers
+
+        return watch_stragglers(options.window, options.pid, logs=options.log)
     from coordinator.cli.local_ranks import run_job, run_rank
 
     if options.command == "rank":
@@ -82,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
             )
     _add_top_and_dump(commands)
     _add_trace(commands)
+    _add_stragglers(commands)
     _add_metrics(commands)
     # Internal: `check`, `demo` and `info` start their ranks with this command.
     rank = commands.add_parser("rank")
@@ -136,6 +141,24 @@ def _add_metrics(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     metrics.add_argument(
         "--interval", type=_seconds, default=15.0, help="seconds between two files (default: 15)"
+    )
+
+
+def _add_stragglers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    stragglers = commands.add_parser(
+        "stragglers", help="name the ranks that are late all the time; exit status 3 if there is one"
+    )
+    stragglers.add_argument(
+        "--window",
+        type=_seconds,
+        default=60.0,
+        help="seconds of a window, of which it takes two (default: 60)",
+    )
+    stragglers.add_argument(
+        "--log", action="store_true", help="go on until Ctrl-C, and write a line for each window"
+    )
+    stragglers.add_argument(
+        "--pid", type=int, action="append", default=[], help="only this process; may be repeated"
     )
 
 

@@ -1,0 +1,217 @@
+"""Find ranks that are late all the time, by the difference of two looks at the counters.
+
+A rank is *late* by the time for which the last rank comes to a call after the one before it. In one window a rank is
+suspect in a plane of a group if
+
+* it came last to at least half of its calls there, of which there are at least 200,
+* by this it was late for at least a tenth of the window,
+* and the others do not show the same: it came last more often than chance lets one of equal ranks, by four standard
+  deviations (of two ranks whose work varies, each is last to about half of the calls), and it was late for at least a
+  tenth of the window more than any other rank.
+
+Who is suspect in two windows one after the other is a straggler. Only shared memory knows who came last: calls over
+process groups and NCCL accuse nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from coordinator.diagnosis.model import Page
+
+__all__ = ["FEWEST_CALLS", "LaneCount", "LaneName", "Straggler", "StragglerWatch", "counts_of", "suspects"]
+
+FEWEST_CALLS: Final = 200
+_LEAST_LAST: Final = 0.5
+_LEAST_LATE: Final = 0.1
+_DEVIATIONS: Final = 4.0
+
+
+class LaneName(NamedTuple):
+    """One plane of a group in one process; it never means another one later.
+
+    Attributes:
+        boot_id: Of the process's kernel.
+        pid_namespace: In which the process has `pid`.
+        pid: The process.
+        start_ticks: When it started.
+        created_ns: When the group was made.
+        group: Name of the group.
+        epoch: Of the group.
+        ranks: Global ranks of the group.
+        plane: Such as "shared".
+    """
+
+    boot_id: str
+    pid_namespace: int
+    pid: int
+    start_ticks: int
+    created_ns: int
+    group: str
+    epoch: int
+    ranks: tuple[int, ...]
+    plane: str
+
+    @property
+    def shared(self) -> tuple[str, int, tuple[int, ...], str]:
+        """Return what the lanes of all ranks of the group have in common."""
+        return self.group, self.epoch, self.ranks, self.plane
+
+
+class LaneCount(NamedTuple):
+    """What one rank has counted in a lane.
+
+    Attributes:
+        rank: Global rank.
+        calls: Calls that have ended.
+        last: Those to which it came last.
+        late_ns: By how much it was late in these.
+    """
+
+    rank: int
+    calls: int
+    last: int
+    late_ns: int
+
+
+Counts = Mapping[LaneName, LaneCount]
+
+
+class Straggler(msgspec.Struct, frozen=True):
+    """A rank that was late in a window.
+
+    Attributes:
+        rank: Global rank.
+        pid: Its process, in its own namespace.
+        group: The group in which it was late.
+        plane: The plane.
+        calls: Calls in the window.
+        last: Calls to which it came last.
+        late_ns: By how much it was late in all of these.
+        window_ns: Length of the window.
+    """
+
+    rank: int
+    pid: int
+    group: str
+    plane: str
+    calls: int
+    last: int
+    late_ns: int
+    window_ns: int
+
+    def __str__(self) -> str:
+        """Return a sentence."""
+        return (
+            f"rank {self.rank} (pid {self.pid}) is late in {self.group!r} ({self.plane}): last to {self.last} of "
+            f"{self.calls} calls, by {self.late_ns / self.last / 1e6:.2f} ms each, "
+            f"{self.late_ns / self.window_ns:.0%} of the last {self.window_ns / 1e9:g} s"
+        )
+
+
+def counts_of(pages: Sequence[Page]) -> dict[LaneName, LaneCount]:
+    """Return what the ranks have counted so far."""
+    found: dict[LaneName, LaneCount] = {}
+    for page in pages:
+        for group in page.groups:
+            for lane in group.lanes:
+                name = LaneName(
+                    page.boot_id,
+                    page.pid_namespace,
+                    page.pid,
+                    page.start_ticks,
+                    group.created_ns,
+                    group.name,
+                    group.epoch,
+                    group.ranks,
+                    lane.plane,
+                )
+                rank = group.ranks[group.place] if group.place < len(group.ranks) else group.place
+                before = found.get(name, LaneCount(rank, 0, 0, 0))
+                found[name] = LaneCount(
+                    rank,
+                    before.calls + sum(each.calls for each in lane.counters),
+                    before.last + sum(each.last for each in lane.counters),
+                    before.late_ns + sum(each.late_ns for each in lane.counters),
+                )
+    return found
+
+
+def suspects(before: Counts, after: Counts, window_ns: int) -> dict[LaneName, Straggler]:
+    """Return who was late between two looks that are `window_ns` apart."""
+    grown = dict(_grown(before, after))
+    late: dict[tuple[object, ...], list[tuple[int, LaneName]]] = {}
+    for name, count in grown.items():
+        late.setdefault(name.shared, []).append((count.late_ns, name))
+    found: dict[LaneName, Straggler] = {}
+    for name, count in grown.items():
+        others = max((other for other, lane in late[name.shared] if lane != name), default=0)
+        if (
+            count.calls >= FEWEST_CALLS
+            and count.last >= max(_LEAST_LAST * count.calls, _by_chance(count.calls, len(name.ranks)))
+            and count.late_ns - others >= _LEAST_LATE * window_ns
+        ):
+            found[name] = Straggler(
+                rank=count.rank,
+                pid=name.pid,
+                group=name.group,
+                plane=name.plane,
+                calls=count.calls,
+                last=count.last,
+                late_ns=count.late_ns,
+                window_ns=window_ns,
+            )
+    return found
+
+
+def _by_chance(calls: int, ranks: int) -> float:
+    """Return to how many calls one of `ranks` equal ranks may come last by chance (the binomial distribution)."""
+    share = 1 / max(ranks, 1)
+    return calls * share + _DEVIATIONS * math.sqrt(calls * share * (1 - share))
+
+
+def _grown(before: Counts, after: Counts) -> Iterator[tuple[LaneName, LaneCount]]:
+    for name, count in after.items():
+        # A lane that is new has counted from 0.
+        old = before.get(name, LaneCount(count.rank, 0, 0, 0))
+        if count.calls > old.calls and count.last >= old.last and count.late_ns >= old.late_ns:
+            calls, last = count.calls - old.calls, count.last - old.last
+            yield name, LaneCount(count.rank, calls, last, count.late_ns - old.late_ns)
+
+
+class StragglerWatch:
+    """Remembers the last look, and who was suspect in the last window.
+
+    Attributes:
+        judged: How many planes of processes have made enough calls in the last window.
+    """
+
+    def __init__(self) -> None:
+        """Start before the first look."""
+        self.judged = 0
+        self._counts: Counts = {}
+        self._at_ns: int | None = None
+        self._suspects: Mapping[LaneName, Straggler] = {}
+
+    def look(self, pages: Sequence[Page], at_ns: int) -> tuple[Straggler, ...]:
+        """Return who is a straggler, by this look and the two before it.
+
+        Args:
+            pages: What the ranks have counted.
+            at_ns: When they were read, on any clock that only grows.
+        """
+        return self.count(counts_of(pages), at_ns)
+
+    def count(self, counts: Counts, at_ns: int) -> tuple[Straggler, ...]:
+        """Do `look` for counters that `counts_of` has returned."""
+        found: Mapping[LaneName, Straggler] = {}
+        if self._at_ns is not None and at_ns > self._at_ns:
+            found = suspects(self._counts, counts, at_ns - self._at_ns)
+            self.judged = sum(count.calls >= FEWEST_CALLS for _, count in _grown(self._counts, counts))
+        twice = tuple(straggler for name, straggler in found.items() if name in self._suspects)
+        self._counts, self._at_ns, self._suspects = counts, at_ns, found
+        return tuple(sorted(twice, key=lambda each: (each.rank, each.group, each.plane)))

@@ -66,6 +66,9 @@ class MetricsServer(socketserver.ThreadingTCPServer):
     """
 
     allow_reuse_address = True
+    request_queue_size = (
+        128  # with the default of 5, a client that comes with others tries again after a second
+    )
     daemon_threads = True
     block_on_close = False
 

@@ -1,0 +1,222 @@
+"""The exporter answers GET /metrics on one interface, whatever its clients do, and writes whole files."""
+
+import contextlib
+import http.client
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli import main
+from coordinator.diagnosis.metrics import exporter
+from coordinator.diagnosis.metrics.exporter import MetricsServer, listening_address, write_metrics
+from coordinator.diagnosis.metrics.reader import MetricsReader
+from coordinator.diagnosis.pages import Search
+from shm_broadcast.errors import UsageError
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    with MetricsServer("127.0.0.1:0") as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def port_of(server: MetricsServer) -> int:
+    return int(server.server_address[1])
+
+
+def ask(server: MetricsServer, path: str = "/metrics", method: str = "GET") -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=10)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    answer.read_all = answer.read()  # type: ignore[attr-defined]
+    connection.close()
+    return answer
+
+
+def all_of(sock: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    sock.settimeout(20)
+    parts = []
+    while data := sock.recv(65536):
+        parts.append(data)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "listen",
+    [
+        *("0.0.0.0:9464", ":9464", "[::]:9464", ":::9464", "0:9464", "0x0:9464", "[]:9464"),
+        "[::ffff:0.0.0.0]:9464",
+    ],
+)
+def test_a_wildcard_address_is_refused(listen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In each spelling of it: any host could read what this one does."""
+    with pytest.raises(UsageError, match="wildcard"):
+        listening_address(listen)
+    assert main(["metrics", "--listen", listen]) == 2
+    assert "127.0.0.1:9464" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "listen", ["127.0.0.1", "127.0.0.1:http", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:", ""]
+)
+def test_an_address_without_a_port_is_refused(listen: str) -> None:
+    """The error shows the form."""
+    with pytest.raises(UsageError, match=r"HOST:PORT"):
+        listening_address(listen)
+
+
+def test_an_address_of_another_host_and_a_taken_port_are_refused(server: MetricsServer) -> None:
+    """The error names the address and the reason."""
+    with pytest.raises(UsageError, match=r"192\.0\.2\.1:0.*Cannot assign"):
+        MetricsServer("192.0.2.1:0")
+    with pytest.raises(UsageError, match="already in use"):
+        MetricsServer(f"127.0.0.1:{port_of(server)}")
+
+
+def test_an_ipv6_address_is_listened_on() -> None:
+    """In brackets, as in a URL."""
+    family, address = listening_address("[::1]:9464")
+    assert family is socket.AF_INET6
+    assert address[:2] == ("::1", 9464)
+
+
+def test_metrics_are_served_as_prometheus_wants_them(server: MetricsServer) -> None:
+    """With the type and version of the text format; a query, such as Prometheus's parameters, changes nothing."""
+    for path in ("/metrics", "/metrics?collect=all"):
+        answer = ask(server, path)
+        assert answer.status == 200
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert b"\ngroup_coordinator_build_info{version=" in answer.read_all  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        *(("GET", path, 404) for path in ("/", "/metrics/", "/../etc/passwd", "/metricsx", "*")),
+        *((method, "/metrics", 501) for method in ("POST", "PUT", "DELETE", "HEAD")),
+    ],
+)
+def test_nothing_else_is_served(server: MetricsServer, method: str, path: str, status: int) -> None:
+    """One path and one method."""
+    assert ask(server, path, method).status == status
+
+
+def test_a_failing_look_is_an_answer_too(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus then shows the target as down, and the answer says why."""
+
+    def fail() -> str:
+        raise PermissionError(13, "Permission denied", "/proc")
+
+    monkeypatch.setattr(server, "text", fail)
+    answer = ask(server)
+    assert answer.status == 500
+    assert b"PermissionError" in answer.read_all  # type: ignore[attr-defined]
+
+
+def test_a_request_that_is_too_long_is_refused(server: MetricsServer) -> None:
+    """What comes before the end of the request is kept, so it is bounded."""
+    with socket.create_connection(("127.0.0.1", port_of(server))) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nX: " + b"x" * exporter._MOST_HEAD_BYTES)
+        assert all_of(client).startswith(b"HTTP/1.0 431 ")
+
+
+def test_slow_and_silent_clients_do_not_block_others(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that sends nothing, one that sends a byte now and then, and one that does not read: all are hung up on."""
+    monkeypatch.setattr(exporter, "_HEAD_S", 1.0)
+    silent, dripping, deaf = (socket.create_connection(("127.0.0.1", port_of(server))) for _ in range(3))
+    deaf.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    begin = time.monotonic()
+    with silent, dripping, deaf:
+        for _ in range(4):
+            dripping.sendall(b"G")
+            assert ask(server).status == 200
+            time.sleep(0.1)
+        assert all_of(silent) == b""
+        assert all_of(dripping) == b""
+    assert time.monotonic() - begin >= 1.0
+
+
+def test_more_clients_than_there_is_room_for_are_hung_up_on(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a thread. When the others have gone there is room again."""
+    monkeypatch.setattr(exporter, "_HEAD_S", 2.0)
+    address, begin = ("127.0.0.1", port_of(server)), time.monotonic()
+    with contextlib.ExitStack() as stack:
+        *clients, one_more = [
+            stack.enter_context(socket.create_connection(address)) for _ in range(exporter._MOST_CLIENTS + 1)
+        ]
+        assert all_of(one_more) == b""
+        # The others are still there: the first of them is hung up on after this time.
+        assert time.monotonic() - begin < exporter._HEAD_S
+        for client in clients:
+            assert all_of(client) == b""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            assert ask(server).status == 200
+            break
+        except (http.client.RemoteDisconnected, ConnectionResetError):
+            # The thread of a client that was hung up on ends a moment later.
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """node_exporter, which is another user, reads files whose names end with .prom, and sees the old or the new one."""
+    reader = MetricsReader(lambda: Search((), (), {}))
+    file = write_metrics(tmp_path, reader)
+    first = file.stat()
+    assert file.name == "group_coordinator.prom"
+    assert first.st_mode & 0o777 == 0o644
+    assert file.read_text().endswith("\n")
+    with file.open() as held:
+        assert write_metrics(tmp_path, reader) == file
+        assert held.read() == file.read_text()
+        assert os.fstat(held.fileno()).st_ino != file.stat().st_ino
+    assert os.listdir(tmp_path) == [file.name]
+
+
+def test_a_file_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> None:
+    """A look that fails leaves nothing half written behind."""
+    file = write_metrics(tmp_path, MetricsReader(lambda: Search((), (), {})))
+    before = file.read_bytes()
+
+    def fail() -> Search:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error"):
+        write_metrics(tmp_path, MetricsReader(fail))
+    assert file.read_bytes() == before
+    assert os.listdir(tmp_path) == [file.name]
+
+
+def test_a_directory_that_is_not_there_is_a_wrong_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not made: node_exporter would not look there."""
+    assert main(["metrics", "--textfile", str(tmp_path / "none")]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--listen", "127.0.0.1:0", "--textfile", "."], ["--textfile", ".", "--interval", "0"]]
+)
+def test_a_wrong_command_line_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Either an address or a directory, and a positive interval."""
+    with pytest.raises(SystemExit) as ended:
+        main(["metrics", *arguments])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err

@@ -1,7 +1,7 @@
 """Find the status pages of this host's processes through `/proc`, and read them without their help.
 
-A page is a memfd, so every process that holds its descriptor shows it: its owner, and ranks that keep the pages of
-others so that these survive `kill -9`. What the kernel does not let this process read is counted and not shown.
+A page is a memfd, or a file of the record directory, so every process that holds its descriptor shows it: its owner, and
+ranks that keep the pages of others so that these survive `kill -9`. What the kernel does not let this process read is counted and not shown.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.segment import is_sealed
 from shm_broadcast.status.layout import NAME, PAGE_BYTES
+from shm_broadcast.status.record_file import PAGE_SUFFIX, is_page_file
 
 __all__ = ["Found", "Memory", "Search", "find_memory", "find_pages", "map_page", "owner_of", "processes"]
 
 _LINK: Final = f"/memfd:{NAME}"
 # Pages, queues, and what groups share.
 _LINKS: Final = "/memfd:group-coordinator"
+_DELETED: Final = " (deleted)"
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -120,9 +122,10 @@ def find_memory(pid: int) -> list[Memory]:
         link = f"{folder}/{name}"
         try:
             target = os.readlink(link)
-            if target.startswith(_LINKS):
+            is_page = target.startswith(_LINK) or target.removesuffix(_DELETED).endswith(PAGE_SUFFIX)
+            if is_page or target.startswith(_LINKS):
                 status = Path(link).stat()
-                found.append(Memory(link, (status.st_dev, status.st_ino), target.startswith(_LINK)))
+                found.append(Memory(link, (status.st_dev, status.st_ino), is_page))
         except FileNotFoundError:
             continue  # closed meanwhile
     return found
@@ -132,14 +135,15 @@ def map_page(link: str) -> mmap.mmap:
     """Map a status page, read-only. The mapping outlives its process.
 
     Raises:
-        DecodeError: It is not sealed, so that an access might fail, or has another size.
+        DecodeError: Somebody might change its size, so that an access fails, or it has another size.
         OSError: It has gone, or this process may not read it.
     """
     # It may have become something else meanwhile, such as a pipe, whose opening would wait.
     descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        if not is_sealed(descriptor) or os.fstat(descriptor).st_size != PAGE_BYTES:
-            raise DecodeError(f"{link} is not a sealed memfd of {PAGE_BYTES} bytes")
+        is_memfd = is_sealed(descriptor) and os.fstat(descriptor).st_size == PAGE_BYTES
+        if not is_memfd and not is_page_file(descriptor):
+            raise DecodeError(f"{link} is neither a sealed memfd nor a private file of {PAGE_BYTES} bytes")
         return mmap.mmap(descriptor, PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
         os.close(descriptor)
@@ -149,7 +153,7 @@ def _read(links: Iterable[str], records: bool) -> Page | None:
     """Return what the page says that all of `links` are; None if all of them have gone meanwhile.
 
     Raises:
-        DecodeError: It is not sealed, so that an access might fail, or holds no page.
+        DecodeError: As `map_page`, or it holds no page.
     """
     for link in links:
         try:

@@ -49,8 +49,8 @@ def new_run() -> str:
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Return whether a file or directory belongs to this user, and others may do nothing with it."""
-    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & _OTHERS
+    """Return whether a file or directory belongs to this user, or this is root, and others may do nothing with it."""
+    return os.geteuid() in (0, status.st_uid) and not stat.S_IMODE(status.st_mode) & _OTHERS
 
 
 def is_page_file(descriptor: int) -> bool:

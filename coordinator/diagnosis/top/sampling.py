@@ -109,8 +109,9 @@ class _Kept:
 class Sampler:
     """Finds pages and looks at them. One thread uses it; `close` lets the pages go."""
 
-    def __init__(self) -> None:
-        """Look at nothing yet."""
+    def __init__(self, newest: int = NEWEST) -> None:
+        """Look at nothing yet; of each page decode the `newest` calls that have ended."""
+        self._newest = newest
         self._kept: dict[Place, _Kept] = {}
         # What memory of ours each process had at the last search.
         self._memory: dict[int, list[pages.Memory]] = {}
@@ -139,7 +140,7 @@ class Sampler:
             if not any(copy[:8]):
                 continue  # it is being made
             try:
-                page = decode_page(copy, newest=NEWEST)
+                page = decode_page(copy, newest=self._newest)
             except DecodeError as error:
                 faults[next(iter(kept.holders), 0)] = str(error)
                 continue

@@ -46,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from coordinator.cli.stragglers import watch_stragglers
 
         return watch_stragglers(options.window, options.pid, logs=options.log)
+    if options.command == "blame":
+        from coordinator.cli.blame import blame
+
+        return blame(options.directory, options.pid, waiting_s=options.waiting, as_json=options.json)
     from coordinator.cli.local_ranks import run_job, run_rank
 
     if options.command == "rank":
@@ -88,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     _add_stragglers(commands)
     _add_metrics(commands)
+    _add_blame(commands)
     # Internal: `check`, `demo` and `info` start their ranks with this command.
     rank = commands.add_parser("rank")
     rank.add_argument("job", choices=("check", "demo", "start-up"))
@@ -159,6 +164,28 @@ def _add_stragglers(commands: argparse._SubParsersAction[argparse.ArgumentParser
     )
     stragglers.add_argument(
         "--pid", type=int, action="append", default=[], help="only this process; may be repeated"
+    )
+
+
+def _add_blame(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    blame = commands.add_parser(
+        "blame", help="say who is at fault where ranks hang or have died; exit status 3 if somebody is named"
+    )
+    where = blame.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "directory", type=Path, nargs="*", default=[], metavar="DIR", help="setting record_dir"
+    )
+    where.add_argument("--live", action="store_true", help="look at the processes of this host")
+    blame.add_argument("--json", action="store_true", help="print one JSON object")
+    blame.add_argument(
+        "--pid", type=_pid, action="append", default=[], help="only the job of this process; may be repeated"
+    )
+    blame.add_argument(
+        "--waiting",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="a call of a live process counts as a wait after so many seconds (default: 1)",
     )
 
 

@@ -1,7 +1,8 @@
 """Find the status pages of this host's processes through `/proc`, and read them without their help.
 
-A page is a memfd, or a file of the record directory, so every process that holds its descriptor shows it: its owner, and
-ranks that keep the pages of others so that these survive `kill -9`. What the kernel does not let this process read is counted and not shown.
+A page is a memfd, or a file of the record directory, so every process that holds its descriptor shows it: its owner,
+and ranks that keep the pages of others so that these survive `kill -9`. What the kernel does not let this process read
+is counted and not shown.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Process(msgspec.Struct, frozen=True):
         now_ns: CLOCK_MONOTONIC of its host at the look; 0 if that is not known.
         failures: What broke its groups, in the order in which they broke.
         others: Which states it saw its groups' processes in when the first of them broke, by group and place.
-        settling: Lanes, as (group, plane), whose call has begun only just: no wait yet.
+        settling: Lanes, as (group, place among its lanes), whose call has begun only just: no wait yet.
     """
 
     page: Page
@@ -59,7 +59,7 @@ class Process(msgspec.Struct, frozen=True):
     now_ns: int = 0
     failures: tuple[Failure, ...] = ()
     others: Mapping[str, Mapping[int, str]] = {}
-    settling: frozenset[tuple[str, str]] = frozenset()
+    settling: frozenset[tuple[str, int]] = frozenset()
 
 
 class Evidence(msgspec.Struct, frozen=True):

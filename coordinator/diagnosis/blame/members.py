@@ -239,20 +239,22 @@ def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]
         if group.is_torn:
             continue
         # A wait for a call that was queued on a device has a lane of its own, which comes last.
-        for lane in sorted(group.lanes, key=lambda lane: lane.plane.endswith(_WAITS)):
+        lanes = sorted(enumerate(group.lanes), key=lambda item: item[1].plane.endswith(_WAITS))
+        for index, lane in lanes:
+            is_settling = (group.name, index) in process.settling
             if lane.is_torn or not lane.number:
                 continue
             key = _key(process, group.name, group.epoch, lane.plane, lane.algorithm)
             before = found.get(key)
             goes_on = lane.state != "idle"
             if lane.plane.endswith(_WAITS):
-                if goes_on and (group.name, lane.plane) not in process.settling:
+                if goes_on and not is_settling:
                     base = before or Position(lane, lane.number, None, "")
                     found[key] = Position(base.lane, max(base.reached, lane.number), lane, "")
                 continue
             record = records.get(key, {}).get(lane.number)
             outcome = "" if goes_on or record is None else record.outcome
-            is_blocked = outcome == "failed" or (goes_on and (group.name, lane.plane) not in process.settling)
+            is_blocked = outcome == "failed" or (goes_on and not is_settling)
             found[key] = Position(lane, lane.number, lane if is_blocked else None, outcome)
     return found
 
@@ -260,12 +262,12 @@ def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]
 def _waits(process: Process) -> Iterator[Wait]:
     """Return the waits for single ranks."""
     for group in process.page.groups:
-        for lane in () if group.is_torn else group.lanes:
+        for index, lane in enumerate(() if group.is_torn else group.lanes):
             if (
                 lane.plane.endswith(_WAITS)
                 and not lane.number
                 and not lane.is_torn
-                and (group.name, lane.plane) not in process.settling
+                and (group.name, index) not in process.settling
                 and (lane.state != "idle" or _has_failed(process, group, lane))
             ):
                 yield Wait(group, lane.plane.removesuffix(_WAITS), lane, lane.root)

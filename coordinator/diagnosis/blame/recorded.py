@@ -1,0 +1,208 @@
+"""Read what a run has recorded: the pages that its processes have left in files, and the dumps of its failures."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from coordinator.diagnosis.blame.evidence import Evidence, Failure, Process, ProcessState
+from coordinator.diagnosis.decoding import decode_page
+from coordinator.diagnosis.model import Page
+from coordinator.diagnosis.processes import look_at
+from coordinator.diagnosis.queues import Reader, Ring, decode_ring
+from shm_broadcast import _core
+from shm_broadcast.errors import DecodeError, UsageError
+from shm_broadcast.liveness import this_process
+from shm_broadcast.status.failure_dump import DUMP_VERSION, MOST_BYTES, FailureDump, QueueDump
+from shm_broadcast.status.layout import PAGE_BYTES
+from shm_broadcast.status.record_file import DUMP_SUFFIX, PAGE_SUFFIX, runs_in
+
+__all__ = ["read_dump", "read_run", "run_folders"]
+
+_STEM: Final = re.compile(rf"(.+?)(?:-([0-9]{{1,3}}))?(?:{re.escape(DUMP_SUFFIX)}|{re.escape(PAGE_SUFFIX)})")
+_dump_decoder = msgspec.msgpack.Decoder(FailureDump)
+# Text that is no UTF-8, and values nested too deep, are no errors of msgspec's own.
+_MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def run_folders(directories: Sequence[Path]) -> list[Path]:
+    """Return the folders that hold files of one run: of a record directory that of its newest run.
+
+    Args:
+        directories: Record directories, or folders of runs; several if the hosts of a job have one each.
+
+    Raises:
+        UsageError: One cannot be read, or holds nothing of ours.
+    """
+    found = []
+    for directory in directories:
+        try:
+            names = os.listdir(directory)
+            runs = runs_in(directory)
+        except OSError as error:
+            raise UsageError(f"{directory} cannot be read: {error.strerror}") from error
+        if any(name.endswith((PAGE_SUFFIX, DUMP_SUFFIX)) for name in names):
+            found.append(directory)
+        elif runs:
+            found.append(directory / runs[0])
+        else:
+            raise UsageError(f"{directory} is no record directory: it has neither runs nor pages nor dumps")
+    return found
+
+
+def read_run(folders: Iterable[Path]) -> Evidence:
+    """Return what the processes of a run have recorded; of each the last dump, or else its page.
+
+    Raises:
+        UsageError: Nothing of it can be read.
+    """
+    processes: list[Process] = []
+    rings: list[tuple[str, list[QueueDump], Page]] = []
+    unseen: list[str] = []
+    for folder in folders:
+        for files in _by_process(folder):
+            process = None
+            for path in files:
+                try:
+                    process, queues = _read(path)
+                except (DecodeError, OSError) as error:
+                    unseen.append(f"{path.name}: {error}")
+                    continue
+                rings.append((process.page.boot_id, queues, process.page))
+                break
+            if process is not None:
+                processes.append(process)
+    if not processes:
+        raise UsageError("nothing of the run can be read" + "".join(f"; {line}" for line in unseen))
+    processes.sort(key=lambda each: (each.page.rank is None, each.page.rank or 0, each.page.pid))
+    return Evidence(tuple(processes), tuple(_rings(rings, processes)), {}, tuple(unseen))
+
+
+def _by_process(folder: Path) -> list[list[Path]]:
+    """Return the files of each process: its dumps, the newest first, and behind these its page."""
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for name in sorted(os.listdir(folder)):
+        match = None if name.startswith(".") else _STEM.fullmatch(name)
+        if match is not None:
+            is_dump = name.endswith(DUMP_SUFFIX)
+            stem = match[1] if is_dump else name.removesuffix(PAGE_SUFFIX)
+            found.setdefault(stem, []).append((int(match[2] or 0) if is_dump else -1, folder / name))
+    return [[path for _, path in sorted(files, reverse=True)] for _, files in sorted(found.items())]
+
+
+def _read(path: Path) -> tuple[Process, list[QueueDump]]:
+    if path.name.endswith(DUMP_SUFFIX):
+        return read_dump(_bytes(path, MOST_BYTES))
+    data = _bytes(path, PAGE_BYTES)
+    page = decode_page(_core.status_copy(data) if len(data) == PAGE_BYTES else data)
+    state = _state_now(page)
+    return Process(page, "file", state, 0 if state == "unknown" else time.monotonic_ns()), []
+
+
+def _bytes(path: Path, most: int) -> bytes:
+    """Return the content of a regular file of up to `most` bytes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise DecodeError(f"it has more than {most} bytes")
+    return data
+
+
+def read_dump(data: bytes) -> tuple[Process, list[QueueDump]]:
+    """Return the process that has written a dump, as it was then, and the words of its queues.
+
+    Raises:
+        DecodeError: It is no dump of this version.
+    """
+    try:
+        dump = _dump_decoder.decode(data)
+    except _MALFORMED as error:
+        raise DecodeError(f"it is no dump: {error}") from error
+    if dump.version != DUMP_VERSION:
+        raise DecodeError(
+            f"the dump has version {dump.version}, and this release reads version {DUMP_VERSION}"
+        )
+    page = decode_page(dump.page)
+    failure = Failure(
+        dump.group, dump.kind, dump.ranks, dump.by, dump.operation, dump.within_s, dump.detail or dump.text
+    )
+    group = next((each for each in page.groups if each.name == dump.group), None)
+    states = {}
+    if group is not None:
+        states = {
+            group.ranks.index(rank): state for rank, state in dump.others.items() if rank in group.ranks
+        }
+    process = Process(
+        page, "dump", "alive", dump.monotonic_ns, (failure,), {dump.group: states} if states else {}
+    )
+    return process, dump.queues
+
+
+def _state_now(page: Page) -> ProcessState:
+    """Return what the process of a page does now, if it is one of this host that has not ended.
+
+    That it has ended tells nothing: so have all others by now.
+    """
+    own = this_process()
+    if (page.boot_id, page.pid_namespace) != (own.boot_id, own.pid_namespace):
+        return "unknown"
+    process = look_at(page.pid)
+    if process is None or process.start_ticks != page.start_ticks or process.has_ended:
+        return "unknown"
+    return "stopped" if process.is_stopped else "alive"
+
+
+def _rings(seen: Iterable[tuple[str, list[QueueDump], Page]], processes: Sequence[Process]) -> Iterable[Ring]:
+    """Return the queues that dumps hold, each once, with the processes at their ends."""
+    done: set[tuple[str, int, int]] = set()
+    for boot_id, queues, page in seen:
+        for queue in queues:
+            key = boot_id, queue.inode, queue.offset
+            name = next(
+                (end.name for end in page.queues if (end.inode, end.offset) == (queue.inode, queue.offset)),
+                "",
+            )
+            if key in done or not name:
+                continue
+            done.add(key)
+            yield _ring(queue, name, _ends(key, processes))
+
+
+def _ends(key: tuple[str, int, int], processes: Sequence[Process]) -> Mapping[int, Page]:
+    """Return the pages of the processes at the ends of a queue, by place; -1 for the writer."""
+    boot_id, inode, offset = key
+    return {
+        end.reader: process.page
+        for process in processes
+        for end in process.page.queues
+        if process.page.boot_id == boot_id and (end.inode, end.offset) == (inode, offset)
+    }
+
+
+def _ring(queue: QueueDump, name: str, ends: Mapping[int, Page]) -> Ring:
+    writer = ends.get(-1)
+    place: dict[str, Any] = {
+        "name": name,
+        "is_channel": queue.offset > 0,
+        "inode": queue.inode,
+        "offset": queue.offset,
+        "pid": None if writer is None else writer.pid,
+        "rank": None if writer is None else writer.rank,
+    }
+    try:
+        said = decode_ring(queue.first, queue.second, queue.room)
+    except DecodeError as error:
+        return Ring(**place, fault=str(error))
+
+    def known(reader: Reader) -> Reader:
+        page = ends.get(reader.place)
+        return reader if page is None else msgspec.structs.replace(reader, pid=page.pid, rank=page.rank)
+
+    return msgspec.structs.replace(said, **place, readers=tuple(known(reader) for reader in said.readers))

@@ -21,7 +21,10 @@ from shm_broadcast.status.failure_dump import Broken, Dumps
 from shm_broadcast.status.layout import GroupState
 from shm_broadcast.status.record_file import RunFolder
 
-__all__ = ["GroupStatus", "OwnPage", "own_page", "record_own_page"]
+__all__ = ["LEFT_GROUPS", "GroupStatus", "OwnPage", "own_page", "record_own_page"]
+
+LEFT_GROUPS: Final = 16
+"""How many groups that were left are still shown; those that were left last."""
 
 
 class OwnPage:
@@ -109,8 +112,14 @@ class OwnPage:
         return None
 
     def give_back_group(self, place: int) -> None:
-        """Let another group take the place of one that was left, once there is no other."""
+        """Let others take the place and the lanes of a group that was left, once enough others were left after it."""
         self._left_groups.append(place)
+        if len(self._left_groups) > LEFT_GROUPS:
+            # Their lanes and counters run out before the places of groups do.
+            oldest = self._left_groups.popleft()
+            self._core.release(oldest)
+            self.write_group(oldest, layout.pack_record("groups"))
+            self._free_groups.append(oldest)
 
     def write_group(self, place: int, body: bytes) -> None:
         """Write the record of a group; see `layout.pack_record`."""

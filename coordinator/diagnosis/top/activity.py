@@ -52,8 +52,9 @@ def activity_of(before: Process | None, seen: Seen, passed_s: float, rings: Iter
         read = _read_rate(before, process, passed_s)
     if read is not None and read >= LOADING_BYTES_PER_S:
         return Activity("loading", f"reading {in_bytes(read)}/s")
-    is_running = share >= RUNNING_SHARE if share is not None else process.state == "R"
-    if is_running:
+    # On a busy host a process that computes may get little of a core, but it is ready to run at each look.
+    is_ready = process.state == "R" and (before is None or before.state == "R")
+    if is_ready or (share is not None and share >= RUNNING_SHARE):
         return Activity("running", "outside of calls" if share is None else f"CPU {share:.0%}")
     queued = _queued(seen, rings)
     if queued is not None:

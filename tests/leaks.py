@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shm_broadcast.stacks.offered import NAME
 from shm_broadcast.status.page import own_page
+from shm_broadcast.status.record_file import PAGE_SUFFIX
 
 __all__ = ["TEMP_PREFIX", "Snapshot", "children_of", "leaked_since"]
 
@@ -143,7 +144,10 @@ def _descriptors() -> dict[int, str]:
         except FileNotFoundError:
             continue  # this was the descriptor that read the directory
     stacks = [number for number, target in found.items() if target.startswith(STACKS)]
-    return {number: target for number, target in found.items() if number not in stacks[:1]}
+    # A process that records takes a page in a file in place of the one that it had; its mapping has a descriptor too.
+    pages = [number for number, target in found.items() if target.endswith(PAGE_SUFFIX)]
+    own = {*stacks[:1], *pages[:2]}
+    return {number: target for number, target in found.items() if number not in own}
 
 
 def _names(directory: Path) -> list[str]:

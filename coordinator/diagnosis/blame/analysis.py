@@ -11,7 +11,7 @@ from typing import Final
 
 from coordinator.diagnosis.blame.divergence import first_divergence
 from coordinator.diagnosis.blame.evidence import Evidence, Failure
-from coordinator.diagnosis.blame.members import Job, Node, operation_of
+from coordinator.diagnosis.blame.members import GroupKey, Job, Node, key_of, operation_of
 from coordinator.diagnosis.blame.verdict import Culprit, Finding, Rule, Verdict, called
 from coordinator.diagnosis.blame.wait_graph import Edge, WaitGraph, slowest_readers
 from coordinator.diagnosis.model import Record
@@ -66,7 +66,7 @@ def _dead(job: Job, graph: WaitGraph) -> Iterator[Finding]:
             for place, state in states.items():
                 other = job.member(group, place) if group is not None else None
                 if state == "dead" and group is not None and other is not None:
-                    theirs = job.group_of(other, group.name, group.epoch)
+                    theirs = job.group_of(other, key_of(group))
                     if theirs is None or theirs.state != "left":
                         gone.setdefault(other, []).append(f"{job.name(node)} saw that its process had ended")
     for node, failure in job.failures():
@@ -124,10 +124,12 @@ def _circles(job: Job, graph: WaitGraph) -> Iterator[Finding]:
     circle = graph.cycle()
     if not circle:
         return
-    culprits = [job.culprit(edge.source, _waits(edge, job)) for edge in circle]
-    first = circle[0]
+    named = graph.pivots(circle)
+    culprits = [job.culprit(edge.source, _waits(edge, job)) for edge in named]
+    first = named[0]
     orders = len({(edge.group, edge.plane) for edge in circle})
     details = [f"the circle goes through {orders} groups or planes"] if orders > 1 else []
+    details += [edge.text(job) for edge in circle if edge not in named]
     yield Finding(
         "order", tuple(culprits), first.call, first.group, first.plane, first.number, tuple(details)
     )
@@ -189,7 +191,7 @@ def _behind(job: Job, graph: WaitGraph) -> Iterator[Finding]:
         details += [line for each in nodes for line in _came_late(job, each, failure)]
         call, number = operation_of(failure)
         culprits = tuple(job.culprit(each) for each in sorted(nodes))
-        plane = _plane_of(job, failure)
+        plane = _plane_of(job, failure, node)
         yield Finding("behind", culprits, call, failure.group, plane, number, tuple(details))
         return
 
@@ -198,13 +200,14 @@ def _by(failure: Failure) -> Failure:
     return Failure(failure.group, failure.kind, (failure.by,), failure.by, failure.operation)
 
 
-def _plane_of(job: Job, failure: Failure) -> str:
-    """Return the plane of the call in which a group broke, as the page of the rank that found it shows."""
+def _plane_of(job: Job, failure: Failure, node: Node) -> str:
+    """Return the plane of the call in which a group broke, as a page shows it; `node` has the record of the failure."""
     call, number = operation_of(failure)
-    for positions in job.positions:
+    group = job.broken(failure, node)
+    for positions in job.positions if group is not None and number else ():
         for key, position in positions.items():
             lane = position.lane
-            if (key.group, lane.call, lane.number) == (failure.group, call, number) and number:
+            if group is not None and (key.of, lane.call, lane.number) == (key_of(group), call, number):
                 return key.plane
     return ""
 
@@ -229,7 +232,7 @@ def _stalled(job: Job, graph: WaitGraph) -> Iterator[Finding]:
     for positions in job.positions:
         for key, position in positions.items():
             lane = position.blocked
-            if lane is None or (lane.state == "idle" and not _timed_out_together(job, key.group)):
+            if lane is None or (lane.state == "idle" and not _timed_out_together(job, key.of)):
                 continue
             members = job.members(key)
             theirs = {node: job.positions[node].get(key) for node in members if node >= 0}
@@ -251,24 +254,26 @@ def _stalled(job: Job, graph: WaitGraph) -> Iterator[Finding]:
             return
 
 
-def _timed_out_together(job: Job, group: str) -> bool:
-    return any(
-        failure.group == group and failure.kind == "timeout" and not failure.ranks
-        for _, failure in job.failures()
-    )
+def _timed_out_together(job: Job, key: GroupKey) -> bool:
+    for node, failure in job.failures():
+        group = job.broken(failure, node)
+        if group is not None and key_of(group) == key and failure.kind == "timeout" and not failure.ranks:
+            return True
+    return False
 
 
 def _stragglers(job: Job, graph: WaitGraph) -> Iterator[Finding]:
     """Name who comes last to most calls of a group, if the others lose much of their time by that."""
     del graph
     named: set[tuple[str, str, Node]] = set()
-    for node, process in enumerate(job.processes):
+    for process in job.processes:
+        groups = {(group.name, group.epoch): group for group in process.page.groups}
         lanes: dict[tuple[str, int, str], list[Record]] = {}
         for record in process.page.records:
             if record.last is not None and record.outcome == "done":
                 lanes.setdefault((record.group, record.epoch, record.plane), []).append(record)
         for (name, epoch, plane), records in lanes.items():
-            group = job.group_of(node, name, epoch)
+            group = groups.get((name, epoch))
             if group is None or len(records) < STRAGGLER_CALLS:
                 continue
             window_ns = max(records[-1].end_ns - records[0].begin_ns, 1)
@@ -295,7 +300,7 @@ def _broken_call(job: Job) -> Edge | None:
     for node, failure in job.failures():
         call, number = operation_of(failure)
         if call:
-            return Edge(node, node, call, number, failure.group, _plane_of(job, failure))
+            return Edge(node, node, call, number, failure.group, _plane_of(job, failure, node))
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from coordinator.diagnosis.blame.evidence import Evidence, Process, ProcessState
-from coordinator.diagnosis.blame.members import is_shared
+from coordinator.diagnosis.blame.members import is_shared, key_of
 from coordinator.diagnosis.model import Lane, Page
 from coordinator.diagnosis.top.sampling import Sample, Sampler, Seen
 from shm_broadcast.errors import UsageError
@@ -116,7 +116,7 @@ def _ended(processes: tuple[Process, ...]) -> dict[int, str]:
                 each.place
                 for other in processes
                 for each in other.page.groups
-                if (each.name, each.epoch) == (group.name, group.epoch)
+                if key_of(each) == key_of(group)
             }
             for place, rank in enumerate(group.ranks):
                 if place not in places and rank not in there:

@@ -10,7 +10,7 @@ from coordinator.diagnosis.blame.evidence import Evidence, Failure, Process
 from coordinator.diagnosis.blame.verdict import Culprit, called
 from coordinator.diagnosis.model import Group, Lane, Record
 
-__all__ = ["Job", "LaneKey", "Node", "Position", "folded", "is_shared"]
+__all__ = ["GroupKey", "Job", "LaneKey", "Node", "Position", "folded", "is_shared"]
 
 Node = int
 """A process: its place in the evidence, or -1 - rank for one of which nothing was seen."""
@@ -31,13 +31,25 @@ def folded(detail: int) -> int:
     return (detail ^ detail >> 32) & 0xFFFFFFFF
 
 
+class GroupKey(NamedTuple):
+    """One group of the job. Groups that are created together with other members have the same name."""
+
+    name: str
+    epoch: int
+    ranks: tuple[int, ...]
+
+
 class LaneKey(NamedTuple):
     """One order of calls that several ranks share. Shared memory has one for each host (`carrier` is its boot id)."""
 
-    group: str
-    epoch: int
+    of: GroupKey
     plane: str
     carrier: str
+
+    @property
+    def group(self) -> str:
+        """Return the name of the group."""
+        return self.of.name
 
 
 class Position(NamedTuple):
@@ -74,8 +86,8 @@ class Job:
         self.processes = evidence.processes
         self.rings = evidence.rings
         self.ended = evidence.ended
-        self._members: dict[tuple[str, int], dict[int, Node]] = {}
-        self.groups: dict[tuple[str, int], Group] = {}
+        self._members: dict[GroupKey, dict[int, Node]] = {}
+        self.groups: dict[GroupKey, Group] = {}
         self._by_rank: dict[int, Node] = {}
         for node, process in enumerate(self.processes):
             if process.page.rank is not None:
@@ -83,8 +95,8 @@ class Job:
             for group in process.page.groups:
                 if group.is_torn:
                     continue
-                self.groups.setdefault((group.name, group.epoch), group)
-                self._members.setdefault((group.name, group.epoch), {})[group.place] = node
+                self.groups.setdefault(key_of(group), group)
+                self._members.setdefault(key_of(group), {})[group.place] = node
         self.records: list[Mapping[LaneKey, Mapping[int, Record]]] = [
             _records(process) for process in self.processes
         ]
@@ -103,7 +115,7 @@ class Job:
 
     def member(self, group: Group, place: int) -> Node:
         """Return which process has a place in a group."""
-        found = self._members.get((group.name, group.epoch), {}).get(place)
+        found = self._members.get(key_of(group), {}).get(place)
         if found is not None:
             return found
         rank = group.ranks[place] if place < len(group.ranks) else place
@@ -115,18 +127,18 @@ class Job:
             return self._by_rank.get(rank)
         return next((node for node, each in enumerate(self.processes) if each.page.pid == pid), None)
 
-    def group_of(self, node: Node, name: str, epoch: int) -> Group | None:
+    def group_of(self, node: Node, key: GroupKey) -> Group | None:
         """Return what a process says of a group; None if it says nothing."""
         if node < 0:
             return None
         for group in self.processes[node].page.groups:
-            if (group.name, group.epoch) == (name, epoch) and not group.is_torn:
+            if key_of(group) == key and not group.is_torn:
                 return group
         return None
 
     def members(self, key: LaneKey) -> list[Node]:
         """Return the processes that share an order of calls: in shared memory those of its host."""
-        group = self.groups[key.group, key.epoch]
+        group = self.groups[key.of]
         found = [self.member(group, place) for place in range(min(group.world_size, _SHOWN_RANKS))]
         if not key.carrier:
             return found
@@ -196,12 +208,22 @@ class Job:
             for failure in process.failures:
                 yield node, failure
 
+    def broken(self, failure: Failure, node: Node) -> Group | None:
+        """Return the group that a failure broke; `node` has its record."""
+        groups = self.processes[node].page.groups
+        return next((group for group in groups if group.name == failure.group and not group.is_torn), None)
+
     def at_fault(self, failure: Failure, node: Node) -> list[Node]:
         """Return the processes that a failure record names; `node` has that record."""
-        group = next((each for each in self.processes[node].page.groups if each.name == failure.group), None)
+        group = self.broken(failure, node)
         if group is None:
             return []
         return [self.member(group, group.ranks.index(rank)) for rank in failure.ranks if rank in group.ranks]
+
+
+def key_of(group: Group) -> GroupKey:
+    """Return what tells a group from all others of the job."""
+    return GroupKey(group.name, group.epoch, group.ranks)
 
 
 def operation_of(failure: Failure) -> tuple[str, int]:
@@ -218,17 +240,20 @@ def _for(process: Process, since_ns: int) -> str:
     return f" for {(process.now_ns - since_ns) / 1e9:.1f} s"
 
 
-def _key(process: Process, group: str, epoch: int, plane: str, algorithm: str) -> LaneKey:
+def _key(process: Process, group: Group, plane: str, algorithm: str) -> LaneKey:
     carrier = process.page.boot_id if is_shared(algorithm) else ""
-    return LaneKey(group, epoch, plane.removesuffix(_WAITS), carrier)
+    return LaneKey(key_of(group), plane.removesuffix(_WAITS), carrier)
 
 
 def _records(process: Process) -> dict[LaneKey, dict[int, Record]]:
     """Return the numbered calls that have ended, by their order of calls and number."""
+    # Within a process no two groups have one name and epoch.
+    groups = {(group.name, group.epoch): group for group in process.page.groups}
     found: dict[LaneKey, dict[int, Record]] = {}
     for record in process.page.records:
-        if record.number and not record.plane.endswith(_WAITS):
-            key = _key(process, record.group, record.epoch, record.plane, record.algorithm)
+        group = groups.get((record.group, record.epoch))
+        if record.number and group is not None and not record.plane.endswith(_WAITS):
+            key = _key(process, group, record.plane, record.algorithm)
             found.setdefault(key, {})[record.number] = record
     return found
 
@@ -244,7 +269,7 @@ def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]
             is_settling = (group.name, index) in process.settling
             if lane.is_torn or not lane.number:
                 continue
-            key = _key(process, group.name, group.epoch, lane.plane, lane.algorithm)
+            key = _key(process, group, lane.plane, lane.algorithm)
             before = found.get(key)
             goes_on = lane.state != "idle"
             if lane.plane.endswith(_WAITS):

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from coordinator.diagnosis.blame.members import Job, LaneKey, Node, Position, Wait, is_shared, operation_of
+from coordinator.diagnosis.blame.members import (
+    GroupKey,
+    Job,
+    LaneKey,
+    Node,
+    Position,
+    Wait,
+    is_shared,
+    key_of,
+    operation_of,
+)
 from coordinator.diagnosis.blame.verdict import called
 from coordinator.diagnosis.queues import Reader, Ring
 
@@ -78,10 +88,10 @@ class WaitGraph:
         job, lane = self._job, position.blocked
         assert lane is not None
         members = job.members(key)
-        group = job.group_of(node, key.group, key.epoch)
+        group = job.group_of(node, key.of)
         if not is_shared(lane.algorithm) and lane.call in _FROM_ROOT and lane.root is not None and group:
             members = [job.member(group, lane.root)]
-        arrived = self._absolved.get((key.group, lane.call, lane.number))
+        arrived = self._absolved.get((key.of, lane.call, lane.number))
         found = []
         for other in members:
             if other == node or (arrived is not None and other not in arrived):
@@ -111,14 +121,27 @@ class WaitGraph:
 
     def cycle(self) -> list[Edge]:
         """Return the edges of a shortest circle of waits, in order; none if there is none."""
+        return self._shortest(frozenset())
+
+    def pivots(self, circle: Sequence[Edge]) -> list[Edge]:
+        """Return the edges of `circle` from ranks that all circles go through; all of it if there is no such rank.
+
+        A rank that has missed a call and waits in the next one is in a circle with each of the others, which wait for
+        it and not for each other.
+        """
+        found = [edge for edge in circle if not self._shortest(frozenset((edge.source,)))]
+        return found or list(circle)
+
+    def _shortest(self, without: frozenset[Node]) -> list[Edge]:
+        """Return a shortest circle that avoids the processes `without`."""
         best: list[Edge] = []
-        for start in sorted(self.edges):
-            found = self._circle(start)
+        for start in sorted(set(self.edges) - without):
+            found = self._circle(start, without)
             if found and (not best or len(found) < len(best)):
                 best = found
         return best
 
-    def _circle(self, start: Node) -> list[Edge]:
+    def _circle(self, start: Node, without: frozenset[Node]) -> list[Edge]:
         """Return the shortest way from `start` back to it."""
         ways: dict[Node, list[Edge]] = {start: []}
         todo = [start]
@@ -129,7 +152,7 @@ class WaitGraph:
                 if edge.target == start:
                     if any(not each.is_idle for each in way) and not _is_transfer(way):
                         return way
-                elif edge.target not in ways:
+                elif edge.target not in ways and edge.target not in without:
                     ways[edge.target] = way
                     todo.append(edge.target)
         return []
@@ -141,13 +164,14 @@ def _is_transfer(way: Sequence[Edge]) -> bool:
     return len(way) == len(pair) == 2 and len({edge.call in _SENDS for edge in pair}) == 2
 
 
-def _absolved(job: Job) -> Mapping[tuple[str, str, int], set[Node]]:
+def _absolved(job: Job) -> Mapping[tuple[GroupKey, str, int], set[Node]]:
     """Return who was missing in a call, by group, call and number, where the ranks have agreed on that."""
     found = {}
     for node, failure in job.failures():
         call, number = operation_of(failure)
-        if failure.kind == "timeout" and number:
-            found[failure.group, call, number] = set(job.at_fault(failure, node))
+        group = job.broken(failure, node)
+        if failure.kind == "timeout" and number and group is not None:
+            found[key_of(group), call, number] = set(job.at_fault(failure, node))
     return found
 
 

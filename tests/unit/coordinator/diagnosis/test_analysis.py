@@ -191,6 +191,32 @@ def test_groups_entered_in_different_orders_are_a_circle() -> None:
         assert found.culprits[1].what == "waits in all_reduce #1 on 'b:0' (shared) for rank 2"
 
 
+def test_who_has_missed_a_call_and_waits_in_the_next_is_named_alone() -> None:
+    """Rank 2 is in a barrier of the host plane, the others are in a sum of the device plane."""
+    ranks = job("barrier")
+    for rank in ranks:
+        if rank.rank == 2:
+            rank.enter("tp:0", "barrier", plane="shared host")
+        else:
+            rank.enter("tp:0", "all_reduce")
+    for missing in (None, 1):
+        found = first(*(rank.process() for rank in ranks if rank.rank != missing))
+        assert (found.rule, found.ranks, found.call, found.plane) == ("order", (2,), "barrier", "shared host")
+        assert found.details[-1] == "rank 0 waits in all_reduce #2 on 'tp:0' (shared) for rank 2"
+
+
+def test_groups_with_one_name_and_other_members_are_told_apart() -> None:
+    """Groups that are created together have one name: rank 3's 'pp:0' is not the one in which the others wait."""
+    ranks = job("barrier")
+    for rank, members in enumerate(((0, 1), (0, 1), (2, 3), (2, 3))):
+        ranks[rank].group("pp:0", members)
+    ranks[0].enter("pp:0", "all_reduce")
+    ranks[2].calls("pp:0", "barrier")
+    ranks[3].calls("pp:0", "barrier")
+    found = first(*(rank.process() for rank in ranks))
+    assert (found.rule, found.ranks, found.call, found.number) == ("root cause", (1,), "all_reduce", 1)
+
+
 @pytest.mark.parametrize("call", ["send", "recv"])
 def test_two_that_both_send_or_both_receive_are_a_circle(call: str) -> None:
     """Nobody takes what the other waits to send, or sends what it waits for."""

@@ -1,0 +1,195 @@
+"""Bodies of ranks in which one of them is at fault, for tests of who is named: the world has four ranks.
+
+Each fault names the rank and the call that must be found. Rank `CULPRIT` is at fault where one is; rank 3 is innocent.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from coordinator.group import GroupCoordinator
+from coordinator.parallel_state import destroy_distributed_environment, get_world_group
+from coordinator.settings import CoordinatorSettings
+from tests.waiting import wait_until
+from tests.worlds import join_world, meet, outcome_of
+
+__all__ = ["CULPRIT", "FAULTS", "RANKS", "Fault", "suffer"]
+
+RANKS: Final = 4
+CULPRIT: Final = 2
+# How long the witnesses wait. A look at live processes must come in between.
+PATIENCE_S: Final = 1.2
+LIVE_S: Final = 3.0
+
+
+class Fault(NamedTuple):
+    """What happens, and what must be found.
+
+    Attributes:
+        happens: Called on each rank with its group, its rank, the directory of the run, and how long to wait.
+        rule: Of the finding.
+        ranks: Who is named.
+        call: In which call.
+        number: Of it in its plane; 0 for a call between two ranks.
+        dead: Ranks that end without an answer.
+        looks: When the live processes are looked at: not at all, while they wait, or before they are all killed.
+        reads: Whether the record of the run tells it.
+    """
+
+    happens: Callable[[GroupCoordinator, int, Path, float], Any]
+    rule: str
+    ranks: tuple[int, ...]
+    call: str
+    number: int
+    dead: tuple[int, ...] = ()
+    looks: bool = False
+    reads: bool = True
+
+
+def ones(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(16, dtype=dtype)
+
+
+def killed(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    if rank == CULPRIT:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.all_reduce(ones(), timeout_s=60.0)
+
+
+def stopped(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    if rank == CULPRIT:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    group.all_reduce(ones(), timeout_s=within_s)
+
+
+def asleep(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    if rank == CULPRIT:
+        others = [other for other in range(RANKS) if other != CULPRIT]
+        wait_until(lambda: all((directory / f"told-{other}").exists() for other in others), "the others")
+        return
+    group.all_reduce(ones(), timeout_s=within_s)
+
+
+def missed(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    if rank != CULPRIT:
+        group.all_reduce(ones(), timeout_s=within_s)
+    group.all_gather(ones(), timeout_s=within_s)
+
+
+def missed_before_a_barrier(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    if rank != CULPRIT:
+        group.all_reduce(ones(), timeout_s=within_s)
+    group.barrier(2 * within_s)
+
+
+def swapped(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    calls: list[Callable[..., Any]] = [group.all_reduce, group.all_gather]
+    for call in reversed(calls) if rank == CULPRIT else calls:
+        call(ones(), timeout_s=within_s)
+
+
+def mistyped(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    group.all_reduce(ones(torch.float64 if rank == CULPRIT else torch.float32), timeout_s=within_s)
+
+
+def crossed(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    settings = CoordinatorSettings.resolve({})
+    pairs = ([[0, 1], [2], [3]], [[1, 2], [0], [3]], [[0, 2], [1], [3]])
+    groups = [
+        GroupCoordinator(table, 0, "gloo", True, group_name=f"pair{number}", settings=settings)
+        for number, table in enumerate(pairs)
+    ]
+    try:
+        if rank == 3:
+            group.barrier(within_s)
+        else:
+            groups[rank].all_reduce(ones(), timeout_s=within_s)
+    finally:
+        meet(rank, range(RANKS), directory, "crossed")
+        for each in groups:
+            each.destroy()
+
+
+def received_in_a_circle(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    if rank == 3:
+        group.barrier(within_s)
+    else:
+        group.recv_object((rank + 1) % 3, timeout_s=within_s)
+
+
+def late(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    if rank == CULPRIT:
+        time.sleep(within_s + 0.5)
+    group.all_reduce(ones(), timeout_s=within_s)
+
+
+def read_slowly(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    end: Any = group.create_mq_broadcaster(0)
+    if rank == 0:
+        for _ in range(16):
+            end.enqueue(bytes(1 << 20), timeout_s=within_s)
+        return
+    others = [other for other in range(RANKS) if other != CULPRIT]
+    if rank == CULPRIT:
+        wait_until(lambda: all((directory / f"told-{other}").exists() for other in others), "the others")
+        return
+    for _ in range(16):
+        end.dequeue(timeout_s=within_s)
+
+
+def left_without_a_writer(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    end: Any = group.create_mq_broadcaster(CULPRIT)
+    if rank == CULPRIT:
+        end.enqueue(1)
+        # The readers are idle before the writer dies.
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        end.dequeue(timeout_s=60.0)
+
+
+def all_killed(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+    if rank == CULPRIT:
+        time.sleep(60.0)
+    group.all_reduce(ones(), timeout_s=60.0)
+
+
+ALL: Final = tuple(range(RANKS))
+FAULTS: Final = {
+    "kill": Fault(killed, "dead", (CULPRIT,), "all_reduce", 6, dead=(CULPRIT,)),
+    "stop": Fault(stopped, "root cause", (CULPRIT,), "all_reduce", 6, dead=(CULPRIT,), looks=True),
+    "sleep": Fault(asleep, "root cause", (CULPRIT,), "all_reduce", 6, looks=True),
+    "missed call": Fault(missed, "divergent", (CULPRIT,), "all_gather", 6),
+    "missed call before a barrier": Fault(missed_before_a_barrier, "order", (CULPRIT,), "barrier", 3),
+    "swapped calls": Fault(swapped, "divergent", (CULPRIT,), "all_gather", 6),
+    "wrong dtype": Fault(mistyped, "divergent", (CULPRIT,), "all_reduce", 6),
+    "cross-group cycle": Fault(crossed, "order", (0, 1, 2), "all_reduce", 1),
+    "p2p cycle": Fault(received_in_a_circle, "order", (0, 1, 2), "recv_object", 0),
+    "late rank": Fault(late, "behind", (CULPRIT,), "all_reduce", 6),
+    "slow reader": Fault(read_slowly, "root cause", (CULPRIT,), "enqueue", 0, looks=True, reads=False),
+    "dead writer": Fault(left_without_a_writer, "dead", (CULPRIT,), "dequeue", 0, dead=(CULPRIT,)),
+    "kill -9 of all": Fault(all_killed, "root cause", (CULPRIT,), "all_reduce", 6, dead=ALL, looks=True),
+}
+
+
+def suffer(rank: int, world_size: int, directory: Path, name: str, record: str) -> str:
+    """Make some calls together, then let the fault happen; return the error that this rank raised."""
+    fault = FAULTS[name]
+    join_world(rank, world_size, directory, record_dir=record)
+    group = get_world_group()
+    pids = group.all_gather_object(os.getpid())
+    for _ in range(5):
+        group.all_reduce(ones())
+    within_s = LIVE_S if fault.looks else PATIENCE_S
+    found = outcome_of(lambda: fault.happens(group, rank, directory, within_s))
+    witnesses = [other for other in range(world_size) if other not in fault.dead]
+    meet(rank, witnesses, directory, "told")
+    if rank == 0 and "stop" in name:
+        os.kill(pids[CULPRIT], signal.SIGKILL)
+    destroy_distributed_environment()
+    return str(found["kind"])

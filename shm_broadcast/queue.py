@@ -46,6 +46,7 @@ from shm_broadcast.ring.reader import RingReader
 from shm_broadcast.ring.writer import RingWriter
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.status.kept_pages import KeptPages
 from shm_broadcast.timeouts import AnyTimeout, seconds
 from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, take_any
 from shm_broadcast.turn import TakenError, Turn
@@ -316,7 +317,8 @@ def _offer_ring(
         watch.adopt(ranks[hello.member], hello.process, descriptor)
 
     try:
-        handover = Handover(segment, key, set(range(len(ranks))), joined)
+        segment.pages = KeptPages()
+        handover = Handover(segment, key, set(range(len(ranks))), joined, segment.pages)
     except BaseException:
         segment.close()
         raise
@@ -379,7 +381,9 @@ class QueueReader:
             return cls(_open_remote(handle, rank, limit_s, remote_keys), handle)
         index = handle.ranks.index(rank)
         try:
-            segment, writer, descriptor = take_over(handle.address, key, index, handle.segment_bytes, limit_s)
+            segment, writer, descriptor = take_over(
+                handle.address, key, index, handle.segment_bytes, limit_s, pages=KeptPages()
+            )
         except (CommTimeoutError, PeerLostError, DecodeError) as error:
             raise _named(error, handle, rank) from error
         watch = PeerWatch(this_process(), {})

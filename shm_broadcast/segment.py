@@ -72,6 +72,7 @@ class Segment:
         descriptor: The memfd; -1 after `close`.
         nbytes: Size of the mapping.
         memory: The mapping.
+        pages: Status pages of the processes that share it, which are kept until `close`.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -86,6 +87,7 @@ class Segment:
         self.descriptor: int = descriptor
         self.nbytes = nbytes
         self.memory: mmap.mmap
+        self.pages: Pages | None = None
 
     def _complete(self, is_reserved: bool) -> None:
         """Map the first `nbytes`; without `is_reserved` the caller calls `populate` once all pages are allocated."""
@@ -183,6 +185,8 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor and drop the mapping, which lives on while views of it exist. Idempotent."""
         self.close_descriptor()
+        if self.pages is not None:
+            self.pages.close()
         # It is missing after the first `close`, and if the segment was not completed.
         vars(self).pop("memory", None)
 

@@ -28,6 +28,7 @@ from shm_broadcast.errors import (
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import this_process
 from shm_broadcast.segment import Handover, Hello, Segment, take_descriptor
+from shm_broadcast.status.kept_pages import KeptPages
 
 # Each rank has two slots of this size, through which everything passes that is longer. They fit the second-level
 # cache of a core together, so what passes costs no trip to memory.
@@ -344,7 +345,8 @@ def _offer(world_size: int) -> tuple[Handover, Segment, _Offer]:
         with memoryview(segment.memory) as memory:
             _core.lay_out(memory[: at.host], world_size, SLOT_BYTES, generation)
             _core.lay_out(memory[at.host : at.board], world_size, HOST_SLOT_BYTES, generation)
-        handover = Handover(segment, key, set(range(1, world_size)), joined)
+        segment.pages = KeptPages()
+        handover = Handover(segment, key, set(range(1, world_size)), joined, segment.pages)
     except BaseException:
         segment.close()
         raise
@@ -355,10 +357,12 @@ def _take(
     offer: _Offer, rank: int, world_size: int, timeout_s: float, connecting: Callable[[socket.socket], None]
 ) -> Segment:
     """Return the segment that the first rank offers. The other ranks' slots may not be reserved yet."""
-    memory, _, descriptor = take_descriptor(offer.address, offer.key, rank, timeout_s, connecting)
+    pages = KeptPages()
+    memory, _, descriptor = take_descriptor(offer.address, offer.key, rank, timeout_s, connecting, pages)
     os.close(descriptor)
     at = _layout(world_size)
     segment = Segment.adopt(memory, at.end, room_bytes(world_size), is_reserved=False)
+    segment.pages = pages
     try:
         _check_regions(segment, at, rank)
         for offset, part_bytes in _parts(world_size, rank):

@@ -180,6 +180,7 @@ def handover_target() -> Target:
     owner._segment = SimpleNamespace(descriptor=null)
     owner._poller = SimpleNamespace(unregister=_ignore)
     owner._joined = lambda hello, descriptor: os.close(descriptor)
+    owner._pages = kept = SimpleNamespace(own=null, take=os.close)
     challenge = bytes(32)
     there: list[_Peer] = []
     met: Counter[str] = Counter()
@@ -207,10 +208,10 @@ def handover_target() -> Target:
 
     def owner_says(body: bytes, number: int) -> None:
         answer = segment._proof(KEY, b"owner", proof + body) if number % 16 else bytes(32)
-        given = [os.dup(null) for _ in range(2 if number % 3 else 1)]
+        given = [os.dup(null) for _ in range((2, 1, 3)[number % 3])]
         there.append(_Peer(challenge, answer + body if number % 50 else b"", descriptors=given))
         try:
-            memory, _, watch = segment.take_descriptor("address", KEY, 1, 1.0, connecting=_ignore)
+            memory, _, watch = segment.take_descriptor("address", KEY, 1, 1.0, _ignore, kept)
         finally:
             if there:
                 raise AssertionError("the owner's answer was not read")

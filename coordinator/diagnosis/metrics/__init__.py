@@ -1,11 +1,11 @@
 """Metrics of what the ranks do, for Prometheus and OpenTelemetry, made of their status pages.
 
 `python -m coordinator metrics` exports those of a whole host from a process of its own. An application that exports
-its own metrics adds those of its process with `REGISTRY.register(collector())` of prometheus_client, or with
-`observe(meter)` of opentelemetry-api. Both libraries are optional: `pip install 'group-coordinator[prometheus]'` or
-`'group-coordinator[opentelemetry]'` installs them.
+its own metrics adds those of its process: with `REGISTRY.register(coordinator.diagnosis.metrics)` of prometheus_client,
+or with `observe(meter)` of opentelemetry-api. Both libraries are optional and have extras: `pip install
+'group-coordinator[prometheus]'` or `'group-coordinator[opentelemetry]'`.
 """
 
-from coordinator.diagnosis.metrics.in_process import collect, collector, observe
+from coordinator.diagnosis.metrics.in_process import collect, observe
 
-__all__ = ["collect", "collector", "observe"]
+__all__ = ["collect", "observe"]

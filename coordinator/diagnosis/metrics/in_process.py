@@ -13,9 +13,8 @@ from shm_broadcast.errors import CapabilityError
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
     from prometheus_client import Metric
-    from prometheus_client.registry import Collector
 
-__all__ = ["collect", "collector", "observe"]
+__all__ = ["collect", "observe"]
 
 _READER: Final = MetricsReader(read_own)
 # OpenTelemetry asks for each instrument on its own. One look serves all that ask within this time.
@@ -34,6 +33,7 @@ _OF_HOST: Final = (f"{PREFIX}processes", f"{PREFIX}undecodable_pages")
 def collect() -> list[Metric]:
     """Return what this process's ranks did, as metric families of prometheus_client.
 
+    `REGISTRY.register(coordinator.diagnosis.metrics)` makes a registry call it: that takes whatever has a `collect`.
     Any thread may call it, and no other rank takes part: it reads the process's status page, and waits for no call that
     goes on. Names, labels and values are those of `python -m coordinator metrics`, with one difference:
     `group_coordinator_wait_seconds_total` is of unknown type, because in OpenMetrics a counter of that name and the
@@ -50,26 +50,6 @@ def collect() -> list[Metric]:
     except ImportError as error:
         raise _missing("prometheus_client", "prometheus") from error
     return [_metric(core, family) for family in _own_families()]
-
-
-def collector() -> Collector:
-    """Return a collector of prometheus_client that calls `collect`: `REGISTRY.register(collector())`.
-
-    Raises:
-        CapabilityError: prometheus_client is not installed.
-    """
-    try:
-        from prometheus_client.registry import Collector
-    except ImportError as error:
-        raise _missing("prometheus_client", "prometheus") from error
-
-    class OwnCollector(Collector):
-        """Collects the metrics of this process."""
-
-        def collect(self) -> Iterable[Metric]:
-            return collect()
-
-    return OwnCollector()
 
 
 def observe(meter: Meter) -> None:

@@ -130,6 +130,7 @@ def test_a_request_that_is_too_long_is_refused(server: MetricsServer) -> None:
         assert all_of(client).startswith(b"HTTP/1.0 431 ")
 
 
+@pytest.mark.slow
 def test_slow_and_silent_clients_do_not_block_others(
     server: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_slow_and_silent_clients_do_not_block_others(
     assert time.monotonic() - begin >= 1.0
 
 
+@pytest.mark.slow
 def test_more_clients_than_there_is_room_for_are_hung_up_on(
     server: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

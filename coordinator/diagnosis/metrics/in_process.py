@@ -35,9 +35,10 @@ def collect() -> list[Metric]:
 
     `REGISTRY.register(coordinator.diagnosis.metrics)` makes a registry call it: that takes whatever has a `collect`.
     Any thread may call it, and no other rank takes part: it reads the process's status page, and waits for no call that
-    goes on. Names, labels and values are those of `python -m coordinator metrics`, with one difference:
+    goes on. Names, labels and values are those of `python -m coordinator metrics`, with two differences:
     `group_coordinator_wait_seconds_total` is of unknown type, because in OpenMetrics a counter of that name and the
-    histogram `group_coordinator_wait_seconds` would be one family.
+    histogram `group_coordinator_wait_seconds` would be one family. And of a queue only this process's end is known: the
+    other's rank is its place, such as "#0", or empty for the writer.
 
     Returns:
         The families. Counters never fall in one process; a forked child begins at 0.

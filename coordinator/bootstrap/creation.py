@@ -16,6 +16,7 @@ from coordinator.bootstrap.agreement import LINGER_S, View, agree
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import own_address
+from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.world import World
 from coordinator.settings import CoordinatorSettings
@@ -66,6 +67,7 @@ def create_parts(
         host_ids: Host id of each rank, if already known.
         on_agreed: Called when the ranks have agreed.
     """
+    begin_record(world.store, world.rank, settings)
     offer_stacks(settings.stack_signal)
     store, rank, device = world.store, world.rank, device_of(backend, local_rank)
     every_fact = {

@@ -17,7 +17,6 @@ from coordinator.bootstrap.agreement import LINGER_S, View
 from coordinator.bootstrap.blocking_calls import connect_watched
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
 from coordinator.bootstrap.membership import listening_address
-from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.status_store import GroupStatusStore, WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport
 from coordinator.bootstrap.world import World
@@ -105,7 +104,6 @@ class GroupBuilder:
         peers = {member: view.process for member, view in self.members.items() if member != rank}
         self._host_ids = {member: view.host_id for member, view in self.members.items()}
         self._watch = PeerWatch(this_process(), peers)
-        begin_record(self.world, self.settings)
         self._world_status_store = status_store(self.plan, self.store)
         self._status_store = GroupStatusStore(self._world_status_store)
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)

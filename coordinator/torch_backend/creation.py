@@ -19,6 +19,7 @@ from coordinator.bootstrap.creation import PROTOCOL_VERSION, give_up
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import Membership, listening_address, own_address
+from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.world import World
 from coordinator.host.process_groups import GlooOptions, build_gloo_backend
 from coordinator.settings import CoordinatorSettings
@@ -78,6 +79,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
     # A store may be used again for a group of the same name, after the first one was destroyed.
     number = ask_store(lambda: same.add(f"uses/{rank}", 1), where, timeout_s)
     store = dist.PrefixStore(str(number), same)
+    begin_record(options.store, rank, settings)
     with ExitStack() as offered:
         region = prepare_region(plan, {}, offered)
         started = time.perf_counter()

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 from shm_broadcast.segment import is_sealed
 from shm_broadcast.status.layout import PAGE_BYTES
 from shm_broadcast.status.page import own_page
+from shm_broadcast.status.record_file import is_page_file
 
 __all__ = ["KeptPages"]
 
@@ -49,7 +50,7 @@ class KeptPages:
         """
         kept = _Kept(descriptor)
         status = os.fstat(descriptor)
-        if status.st_size == PAGE_BYTES and is_sealed(descriptor):
+        if (status.st_size == PAGE_BYTES and is_sealed(descriptor)) or is_page_file(descriptor):
             self._pages.append(_kept.setdefault((status.st_dev, status.st_ino), kept))
 
     def close(self) -> None:

@@ -52,6 +52,7 @@ from coordinator.queues.external_writer import ExternalWriter
 from coordinator.settings import CoordinatorSettings
 from coordinator.sharding import create_fsdp_groups, create_parallel_groups
 from coordinator.stateless import create_stateless_group
+from coordinator.torch_interop.profiling import profiling
 from device_comm.all2all import DispatchForm, ExpertPlacement, RoutedTokens
 from device_comm.async_calls import CallHandle
 from device_comm.base import CommunicatorContext, DeviceCommunicator
@@ -120,6 +121,7 @@ __all__ = [
     "maybe_get_current_groups",
     "model_parallel_is_initialized",
     "premul_sum",
+    "profiling",
     "register_communicator",
     "register_package",
     "register_type",

@@ -79,6 +79,11 @@ class Calls:
         # Every call checks it, which takes 20 ns while it is empty.
         self._open = self._line.open
 
+    @property
+    def group_name(self) -> str:
+        """Return the group's unique name."""
+        return self._health.name
+
     def enter(self, name: str, in_line: bool = True) -> None:
         """Admit the call `name`, or raise the reason why it cannot be made.
 

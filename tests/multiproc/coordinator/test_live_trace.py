@@ -1,0 +1,123 @@
+"""`trace` shows running ranks as they are: their calls, who waits for whom, and what has not ended."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator import (
+    ParallelGroups,
+    ParallelLayout,
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
+from coordinator.cli import main
+from coordinator.diagnosis.pages import find_pages
+from shm_broadcast import _core
+from shm_broadcast.status.page import own_page
+from tests.harness import RankPool
+from tests.trace_format import Event, check_trace
+
+CALLS = 20
+DELAY_S = 0.005
+
+
+def steps(rank: int, world_size: int, directory: Path, stop: str, pages: str) -> None:
+    """Make steps to which rank 1 comes late, copy the status page, and wait in a barrier for rank 3."""
+    init_distributed_environment(world_size, rank, f"file://{directory}/rendezvous", backend="gloo")
+    world = get_world_group()
+    with ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2)) as groups:
+        tensor = torch.ones(16)
+        for _ in range(CALLS):
+            if rank == 1:
+                time.sleep(DELAY_S)
+            groups.tp.all_reduce(tensor)
+            world.all_gather_object(rank)
+            if groups.pp.is_first_rank:
+                groups.pp.send(tensor)
+            else:
+                groups.pp.recv((16,), torch.float32)
+        (Path(pages) / f"page-{rank}").write_bytes(_core.status_copy(own_page().segment.memory))
+        while rank == 3 and not Path(stop).exists():
+            time.sleep(0.01)
+        world.barrier()
+    destroy_distributed_environment()
+
+
+def trace_of(ranks4: RankPool, tmp_path: Path) -> tuple[list[Event], Path]:
+    """Return the checked events of a trace of running ranks, and the folder of their pages."""
+    stop, pages, out = tmp_path / "stop", tmp_path / "pages", tmp_path / "out.json"
+    pages.mkdir()
+
+    def look(pids: Sequence[int]) -> None:
+        try:
+            give_up = time.monotonic() + 60
+            while (len(list(pages.iterdir())) < 4 or waiting(pids) < 3) and time.monotonic() < give_up:
+                time.sleep(0.02)
+            assert main(["trace", str(out), *(word for pid in pids for word in ("--pid", str(pid)))]) == 0
+        finally:
+            stop.touch()
+
+    ranks4.run(steps, str(stop), str(pages), while_running=look)
+    return check_trace(out.read_bytes()), pages
+
+
+def waiting(pids: Sequence[int]) -> int:
+    """Return how many ranks wait in a barrier of the world, behind all steps."""
+    found = [each.page for each in find_pages(pids, records=False).found]
+    lanes = [lane for page in found for group in page.groups[:1] for lane in group.lanes]
+    return sum(lane.call == "barrier" and lane.state in ("posted", "asleep") for lane in lanes)
+
+
+def test_the_trace_of_four_ranks_shows_their_calls_and_who_came_late(
+    ranks4: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 waits for rank 1 in each sum of their group; three ranks wait in a barrier that goes on."""
+    events, pages = trace_of(ranks4, tmp_path)
+    text = capsys.readouterr().out
+    assert "4 processes, 3 of them running" in text
+    titles = {
+        (each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"
+    }
+    slices = [each for each in events if each["ph"] == "X"]
+    sums = [each for each in slices if each["args"].get("Collective name") == "all_reduce"]
+    assert {(each["pid"], titles[each["pid"], each["tid"]]) for each in sums} == {
+        (rank, "tp:0 · shared") for rank in range(4)
+    }
+    # The memory says who came last, and an arrow leads from there.
+    late = [each for each in sums if each["pid"] == 0 and each["args"]["last to come"] == "rank 1"]
+    # Anyone may be late to the first one, as the ranks come from the creation of their groups.
+    assert len(late) >= CALLS - 1
+    assert all(each["dur"] > DELAY_S * 1e6 / 2 for each in late[1:])
+    starts = {each["id"]: each for each in events if each["ph"] == "s"}
+    into = [
+        starts[each["id"]]["pid"]
+        for each in events
+        if each["ph"] == "f" and each["pid"] == 0 and titles[0, each["tid"]] == "tp:0 · shared"
+    ]
+    assert into.count(1) == len(late)
+    going_on = [each for each in slices if each["name"].endswith(" (running)")]
+    assert sorted(each["pid"] for each in going_on) == [0, 1, 2]
+    assert {each["args"]["Collective name"] for each in going_on} == {"barrier"}
+    check_files(pages, tmp_path / "files.json.gz", sums)
+
+
+def check_files(pages: Path, out: Path, sums: list[Event]) -> None:
+    """Compare the sums with those of a trace of files, which a process of its own writes compressed."""
+    command = [sys.executable, "-m", "coordinator", "trace", str(out), str(pages)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "of 4 processes" in text
+    content = subprocess.run(["gzip", "-dc", str(out)], check=True, capture_output=True).stdout
+    found = [
+        (each["pid"], each["name"], each["dur"])
+        for each in check_trace(content)
+        if each["ph"] == "X" and each["args"].get("Collective name") == "all_reduce"
+    ]
+    assert found == [(each["pid"], each["name"], each["dur"]) for each in sums]
+    assert json.loads(content)["otherData"]["notes"] == []

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "info":
         from coordinator.cli.info import show_info
 
-        return show_info(as_json=options.json, tries=not options.no_start)
+        return show_info(as_json=options.json, tries=not options.no_start, pids=options.pid)
     if options.command == "top":
         from coordinator.cli.top import show_top
 
@@ -69,6 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.add_argument(
         "--no-start", action="store_true", help="skip the trial start of two ranks on this host"
+    )
+    info.add_argument(
+        "--pid",
+        type=int,
+        action="append",
+        default=[],
+        help="show only what the groups of this process did; may be repeated",
     )
     for name, help_ in (
         ("check", "start ranks on this host and verify every collective; exit status 1 if one is wrong"),

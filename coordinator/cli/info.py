@@ -1,4 +1,7 @@
-"""`python -m coordinator info`: the facts that a bug report needs. A failing query becomes a line of the report."""
+"""`python -m coordinator info`: the facts that a bug report needs. A failing query becomes a line of the report.
+
+With `--pid` it tells only what the groups of running processes did, which it reads without their help.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 
+from coordinator.diagnosis.group_reports import ProcessReport, in_lines, report_of
+from coordinator.diagnosis.pages import Search, find_pages
 from coordinator.settings import CoordinatorSettings, cuda_visible_devices
 from device_comm.cpu import communicator
 from device_comm.cuda.driver import Driver
@@ -28,22 +34,44 @@ from shm_broadcast.errors import CommError
 __all__ = ["collect", "show_info"]
 
 PACKAGES: Final = ("group-coordinator", "torch", "pyzmq", "msgspec", "cuda-python", "cuda-bindings", "numpy")
+GROUPS: Final = "groups of the processes on this host"
 # Deadline of the trial start. Two interpreters that import torch take a few seconds on a busy host.
 START_S: Final = 60.0
 GROUP_SIZES: Final = (2, 4, 8)
 SIZES: Final = (8 << 10, 256 << 10, 1 << 20, 16 << 20)
 
 
-def show_info(*, as_json: bool, tries: bool = True) -> int:
-    """Print the report of `collect`; return the exit status."""
-    found = collect(tries=tries)
+def show_info(*, as_json: bool, tries: bool = True, pids: Sequence[int] = ()) -> int:
+    """Print the report of `collect`, or only that on the groups of `pids`; return the exit status."""
+    if pids:
+        search = find_pages(pids, records=False)
+        missing = sorted(set(pids) - {each.pid for each in search.found})
+        if missing:
+            sys.stderr.write("".join(f"{_why_missing(pid, search)}\n" for pid in missing))
+            return 1
+        found = {GROUPS: _reports(report_of(each for each in search.found if each.pid in pids))}
+    else:
+        found = collect(tries=tries)
     if as_json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
+        found[GROUPS] = in_lines(msgspec.convert(found[GROUPS], tuple[ProcessReport, ...])) or "none"
         for title, section in found.items():
             sys.stdout.write(f"{title}\n")
             _write(section, "  ")
     return 0
+
+
+def _reports(reports: tuple[ProcessReport, ...]) -> Any:
+    return msgspec.to_builtins(reports)
+
+
+def _why_missing(pid: int, search: Search) -> str:
+    if pid in search.refused:
+        return f"process {pid} does not let this user read it"
+    if pid in search.faults:
+        return f"the status page of process {pid} cannot be decoded: {search.faults[pid]}"
+    return f"process {pid} has no groups: it has ended, or uses none of ours"
 
 
 def _write(value: Any, indent: str) -> None:
@@ -65,6 +93,7 @@ def collect(*, tries: bool = True) -> dict[str, Any]:
     """Return the report by section, as JSON types. With `tries`, start two ranks on this host and report that too."""
     settings = _try(CoordinatorSettings.from_env)
     drivers = _try(_drivers)
+    running = find_pages(records=False).found  # before the trial start, whose ranks would be among them
     return {
         "versions": {
             **{name: _version(name) for name in PACKAGES},
@@ -78,6 +107,7 @@ def collect(*, tries: bool = True) -> dict[str, Any]:
         },
         "settings": _settings(settings),
         "trial start of two ranks": _start_up() if tries else "skipped (--no-start)",
+        GROUPS: _reports(report_of(running)),
         "CUDA_VISIBLE_DEVICES": _visible(cuda_visible_devices(), drivers),
         "CUDA devices": _devices(drivers),
         "NCCL": _try(lambda: _nccl(settings)),

@@ -18,6 +18,7 @@ __all__ = ["WIDTH", "Table", "rich_screen", "tables_of", "text_screen"]
 WIDTH: Final = 120
 _BETWEEN: Final = " "
 _STYLES: Final = {
+    "title": "bold",
     "dead": "bold red",
     "broken": "bold red",
     "stopped": "bold yellow",
@@ -42,7 +43,8 @@ class Table(NamedTuple):
 
     Attributes:
         columns: Title, width and whether it is aligned to the right.
-        rows: The state by which a row is coloured, and its cells, which may be longer than the columns.
+        rows: The state by which a row is coloured, and its cells, which may be longer than the columns; or a single
+            cell, which is the title of the rows below.
     """
 
     columns: tuple[_Column, ...]
@@ -77,20 +79,24 @@ _RINGS: Final = (
 
 def tables_of(sample: Sample, rows: Sequence[Row]) -> tuple[Table, Table]:
     """Return the table of the ranks, and that of the queues and channels."""
-    several = len({row.job for row in rows}) > 1
-    ranks = tuple((row.state, _rank_cells(row, several)) for row in rows)
+    jobs = {row.job: sorted({each.pid for each in rows if each.job == row.job}) for row in rows}
+    ranks: list[tuple[str, tuple[str, ...]]] = []
+    for job, pids in sorted(jobs.items()):
+        if len(jobs) > 1:
+            ranks.append(("title", (f"job of pid {', '.join(map(str, pids))}",)))
+        ranks += [(row.state, _rank_cells(row)) for row in rows if row.job == job]
     rings = tuple(
         (_ring_state(ring, reader), _ring_cells(sample, ring, reader))
         for ring in sample.rings
         for reader in (ring.readers or (None,))
     )
-    return Table(_RANKS, ranks), Table(_RINGS, rings)
+    return Table(_RANKS, tuple(ranks)), Table(_RINGS, rings)
 
 
-def _rank_cells(row: Row, several_jobs: bool) -> tuple[str, ...]:
+def _rank_cells(row: Row) -> tuple[str, ...]:
     group = f"{row.group} {row.plane}".strip() or "no group"
     return (
-        f"{row.job}/{group}" if several_jobs else group,
+        group,
         "-" if row.rank is None else str(row.rank),
         str(row.pid),
         row.state,
@@ -223,6 +229,8 @@ def text_screen(sample: Sample, rows: Sequence[Row]) -> str:
 
 
 def _line(columns: Sequence[_Column], cells: Sequence[str]) -> str:
+    if len(cells) == 1:
+        return _cut(cells[0], WIDTH)
     parts = []
     for column, cell in zip(columns, cells, strict=True):
         text = _cut(cell, column.width)
@@ -262,7 +270,7 @@ def _styled(columns: Sequence[_Column], state: str, cells: Sequence[str]) -> Ren
 
     line = Text(_line(columns, cells), no_wrap=True, overflow="crop")
     style = _STYLES.get(state, "")
-    if style in ("dim", "bold red"):
+    if style in ("dim", "bold", "bold red"):
         line.stylize(style)
     elif style:
         # The state alone has the colour, where there is a column of states.

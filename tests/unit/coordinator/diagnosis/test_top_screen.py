@@ -161,11 +161,15 @@ def test_a_cause_is_shown_whole_below_the_table() -> None:
     assert [line for line in text if cause in line] == [f"tp:0 broken on rank 3: {cause}"]
 
 
-def test_several_jobs_are_numbered() -> None:
-    """Groups of two jobs may have one name."""
-    one, two = row(), row(job=1)
-    assert lines((one,))[-1].startswith("tp:0 shared ")
-    assert [line[:4] for line in lines((one, two))[-2:]] == ["0/tp", "1/tp"]
+def test_several_jobs_are_told_apart() -> None:
+    """Groups of two jobs may have one name, so each job has a title."""
+    one, two, three = row(), row(job=1, pid=7), row(job=1, pid=8)
+    assert not any("job of" in line for line in lines((one,)))
+    text = lines((one, two, three))[-5:]
+    assert [line[:12].strip() for line in text] == [
+        *("job of pid 4", "tp:0 shared", "job of pid 7", "tp:0 shared", "tp:0 shared")
+    ]
+    assert text[2] == "job of pid 7, 8"
 
 
 def test_the_screen_fits_a_low_terminal() -> None:

@@ -59,8 +59,7 @@ def activity_of(before: Process | None, seen: Seen, passed_s: float, rings: Iter
     queued = _queued(seen, rings)
     if queued is not None:
         return queued
-    where = f"in {process.waits_in}" if process.waits_in else ""
-    return Activity("blocked" if process.state == "D" else "sleeping", where)
+    return Activity("blocked" if process.state == "D" else "sleeping", process.waits_in)
 
 
 def _read_rate(before: Process, now: Process, passed_s: float) -> float | None:

@@ -36,6 +36,7 @@ class Row(msgspec.Struct, frozen=True):
             any rank.
         unseen: Global ranks of which it is not known, as no page of theirs is seen.
         note: What else the state means, for people.
+        cause: Why the group is broken, or was when the process ended; empty if it is not.
         calls_per_s: Calls that have ended, between the samples; None without a sample before.
         bytes_per_s: Bytes that the rank brought to them.
         last_share: Of its newest calls, to which share it came last; None if no call tells.
@@ -54,6 +55,7 @@ class Row(msgspec.Struct, frozen=True):
     waits_for: tuple[int, ...] | None
     unseen: tuple[int, ...]
     note: str
+    cause: str
     calls_per_s: float | None
     bytes_per_s: float | None
     last_share: float | None
@@ -213,6 +215,7 @@ class _Maker:
             waits_for=waits_for,
             unseen=unseen,
             note=note,
+            cause=group.cause if group is not None and group.state == "broken" else "",
             calls_per_s=self._rate(group, plane, key, "calls"),
             bytes_per_s=self._rate(group, plane, key, "nbytes"),
             last_share=last_share,
@@ -293,8 +296,8 @@ def _call(lane: Lane) -> str:
 def _kept_by(seen: Seen) -> str:
     if seen.process is not None:
         return "its parent has not waited for it"
-    holders = [str(pid) for pid in seen.holders if pid != seen.pid]
-    return f"page kept by pid {', '.join(holders)}" if holders else "page kept by this command"
+    others = [pid for pid in seen.holders if pid != seen.pid]
+    return f"kept by pid {others[0]}" if others else "kept by this top"
 
 
 def _lateness(

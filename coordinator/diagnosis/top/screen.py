@@ -205,9 +205,7 @@ def _head(sample: Sample, rows: Sequence[Row]) -> str:
 def _notes(sample: Sample, rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Return what is too long for a cell: why groups are broken, and which pages make no sense."""
     notes = {
-        (row.state, f"{row.group} broken on rank {row.rank}: {row.note}"): None
-        for row in rows
-        if row.state == "broken" and row.note
+        ("broken", f"{row.group} broken on rank {row.rank}: {row.cause}"): None for row in rows if row.cause
     }
     for pid, fault in sorted(sample.faults.items()):
         notes["broken", f"page held by process {pid}: {fault}"] = None

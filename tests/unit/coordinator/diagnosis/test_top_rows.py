@@ -217,7 +217,7 @@ def test_states_of_groups_and_records_come_before_what_the_process_does() -> Non
     broken = group(0, torn, state="broken", cause="no answer from rank 5")
     cases = [
         (broken, None, ("dead", "a record was left half written")),
-        (group(0, lane()), None, ("dead", "page kept by pid 900")),
+        (group(0, lane()), None, ("dead", "kept by pid 900")),
         (group(0, lane()), process(state="Z"), ("dead", "its parent has not waited for it")),
         (broken, process(state="T"), ("stopped", "until SIGCONT")),
         (broken, process(state="t"), ("stopped", "by a debugger")),
@@ -288,7 +288,7 @@ def test_what_a_process_does_outside_of_calls() -> None:
     before = process()
     cases = [
         (process(cpu_ns=900_000_000), ("running", "CPU 90%")),
-        (process(cpu_ns=10_000_000, waits_in="hrtimer_nanosleep"), ("sleeping", "in hrtimer_nanosleep")),
+        (process(cpu_ns=10_000_000, waits_in="hrtimer_nanosleep"), ("sleeping", "hrtimer_nanosleep")),
         (process(stored_bytes=1_200_000_000), ("loading", "reading 1.2 GB/s")),
         (process(read_bytes=5_000_000, cpu_ns=990_000_000), ("loading", "reading 5.0 MB/s")),
         (process(state="D"), ("blocked", "")),

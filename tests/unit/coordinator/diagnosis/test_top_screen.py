@@ -36,6 +36,7 @@ def row(**more: Any) -> Row:
         "waits_for": (1, 2),
         "unseen": (),
         "note": "",
+        "cause": "",
         "calls_per_s": 1234.5,
         "bytes_per_s": 1.2e9,
         "last_share": 0.25,
@@ -69,7 +70,7 @@ def test_a_row_says_who_is_awaited_since_when() -> None:
         (row(waits_for=(1,), unseen=(5,)), "1, 5?"),
         (row(waits_for=None), "any rank"),
         (row(call="", state="loading", note="reading 1.2 GB/s"), "reading 1.2 GB/s"),
-        (row(state="dead", note="page kept by pid 7"), "page kept by pid 7"),
+        (row(state="dead", note="kept by pid 7"), "kept by pid 7"),
         (row(call="", waits_for=None, note=""), "not in a call"),
     ],
 )
@@ -142,8 +143,8 @@ def test_nothing_of_a_name_reaches_the_terminal_as_a_command() -> None:
     """Escape sequences, line breaks and texts of any length: names come from other processes."""
     evil = "\x1b]0;owned\x07\x1b[2J\r\n\u202e" + "x" * 300
     rows = (
-        *(row(**{field: evil}) for field in ("group", "plane", "state", "call", "note")),
-        row(state="broken", note=evil, group=evil),
+        *(row(**{field: evil}) for field in ("group", "plane", "state", "call", "note", "cause")),
+        row(state="broken", cause=evil, group=evil),
     )
     sample = looked(ring(name=evil), ring(fault=evil, readers=()), faults={7: evil})
     for line in lines(rows, sample):
@@ -156,7 +157,7 @@ def test_nothing_of_a_name_reaches_the_terminal_as_a_command() -> None:
 def test_a_cause_is_shown_whole_below_the_table() -> None:
     """Once for all planes of a rank."""
     cause = "no answer from ranks 7 (pid 4242, alive, last at barrier #118) within 30.0 s"
-    rows = (row(state="broken", note=cause), row(state="broken", note=cause, plane="host"))
+    rows = (row(state="broken", cause=cause), row(state="dead", cause=cause, plane="host"))
     text = lines(rows)
     assert [line for line in text if cause in line] == [f"tp:0 broken on rank 3: {cause}"]
 
@@ -187,7 +188,7 @@ def test_the_screen_fits_a_low_terminal() -> None:
 def test_the_screen_shows_the_lines_of_the_text() -> None:
     """A terminal shows what is printed elsewhere, but for colours."""
     console = Console(width=WIDTH, height=40, color_system=None)
-    rows = (row(), row(state="broken", note="because"), row(state="idle", call=""), row(state="running"))
+    rows = (row(), row(state="broken", cause="because"), row(state="idle", call=""), row(state="running"))
     with console.capture() as capture:
         console.print(rich_screen(looked(ring()), rows, console.height, "q ends"))
     shown = [line.rstrip() for line in capture.get().splitlines()]

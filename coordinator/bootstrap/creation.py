@@ -25,7 +25,6 @@ from device_comm.health import SLICE_S, failure_of
 from device_comm.registry import communicator_name
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
-from shm_broadcast.stacks.offered import offer_stacks
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
 PROTOCOL_VERSION = 5
@@ -68,7 +67,6 @@ def create_parts(
         on_agreed: Called when the ranks have agreed.
     """
     begin_record(world.store, world.rank, settings)
-    offer_stacks(settings.stack_signal)
     store, rank, device = world.store, world.rank, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),

@@ -34,6 +34,7 @@ from device_comm.registry import CommunicatorFactory, communicator_factory
 from device_comm.solo import SoloCommunicator
 from shm_broadcast.errors import CapabilityError, CommError, CommTimeoutError, GroupBrokenError, PeerLostError
 from shm_broadcast.liveness import PeerWatch, this_process
+from shm_broadcast.stacks.offered import offer_stacks
 from shm_broadcast.status.layout import GroupState
 
 # How long the host plane of a group that could not be created may take to close.
@@ -100,6 +101,8 @@ class GroupBuilder:
 
     def __post_init__(self) -> None:
         """Create the shared state of the group; nothing is connected yet."""
+        # Behind the agreement: if this process may not, the others are told why.
+        offer_stacks(self.settings.stack_signal)
         name, ranks, rank = self.plan.name, self.plan.membership.ranks, self.plan.membership.rank
         peers = {member: view.process for member, view in self.members.items() if member != rank}
         self._host_ids = {member: view.host_id for member, view in self.members.items()}

@@ -30,10 +30,14 @@ WITHIN_S: Final = 0.5
 """How long all asks together wait for the texts."""
 
 TEXT_BYTES: Final = 32 << 10
-"""How much of a process's text is read. faulthandler writes the thread that has last been started first."""
+"""How much of a process's text is read. The frames come first that were called last."""
 
 # How often it looks whether a text is complete. Most are written within a millisecond.
 _LOOK_S: Final = 0.002
+
+# The kernel gives the signal to another thread if the main thread has one pending. That may be none of Python's, which
+# writes nothing: the signal is sent again after this long.
+_AGAIN_S: Final = 0.1
 
 _LINK: Final = "/memfd:"
 
@@ -127,6 +131,7 @@ class _Question:
         self._folder = Path(f"/proc/{process.pid}")
         self._most = most
         self._start: int | None = None
+        self._sent_s = 0.0
         self._blocked: frozenset[str] = frozenset()
         try:
             self._check_state()
@@ -163,9 +168,11 @@ class _Question:
         if self._start is None and not self._send():
             return None
         self._check_state()
-        if self._position() == self._start or self._is_writing():
+        if self._position() == self._start:
+            if time.monotonic() >= self._sent_s + _AGAIN_S and not self._is_pending():
+                self._send_signal()
             return None
-        return self._text()
+        return None if self._is_writing() else self._text()
 
     def late(self, within_s: float) -> str:
         """Return what is there at the deadline, and say that it is not all. Raises as `__init__`."""
@@ -195,9 +202,17 @@ class _Question:
                 f"earlier stacks fill {start} of {NBYTES} bytes; its next group empties that memory again"
             )
         self._blocked = self._blocking()
-        signal.pidfd_send_signal(self._pidfd, self._number)
+        self._send_signal()
         self._start = start
         return True
+
+    def _send_signal(self) -> None:
+        signal.pidfd_send_signal(self._pidfd, self._number)
+        self._sent_s = time.monotonic()
+
+    def _is_pending(self) -> bool:
+        """Return whether no thread has taken the signal yet."""
+        return bool(_mask(self._folder / "status", "ShdPnd:") >> self._number - 1 & 1)
 
     def _check_state(self) -> None:
         state = process_state(self.process)

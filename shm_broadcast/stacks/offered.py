@@ -1,6 +1,6 @@
-"""Offer this process's Python stacks: on a real-time signal it writes them into memory that others read.
+"""Offer this process's Python stack: on a real-time signal its main thread writes it into memory that others read.
 
-`faulthandler` writes them in the signal handler, in C and without the GIL, so that a process that sleeps, loops or
+`faulthandler` writes it in the signal handler, in C and without the GIL, so that a process that sleeps, loops or
 holds the GIL in native code answers too. It writes names of files and functions and numbers of lines, and no value.
 """
 
@@ -29,7 +29,7 @@ NAME: Final = "group-coordinator-stacks"
 """The memfd's name is this, a hyphen, and the number of the signal."""
 
 NBYTES: Final = 1 << 20
-"""Size of the memory. Pages that were never written take none. The stacks of a process with 40 threads take 30 KB."""
+"""Size of the memory. Pages that were never written take none. A stack of 100 frames takes about 10 KB."""
 
 _SIG_DFL: Final = 0
 _SIG_IGN: Final = 1
@@ -82,7 +82,8 @@ def offer_stacks(number: int) -> None:
         try:
             # What faulthandler puts back when the interpreter ends: an ask that comes late must not kill the process.
             _set_action(number, _SIG_IGN)
-            faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
+            # Of one thread, which writes its own frames: the list of all threads may change while it is walked.
+            faulthandler.register(number, file=descriptor, all_threads=False, chain=False)
         except BaseException:
             faulthandler.unregister(number)
             _set_action(number, _SIG_DFL)

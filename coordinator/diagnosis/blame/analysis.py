@@ -26,6 +26,7 @@ STRAGGLER_LATE: Final = 0.1
 """Part of the time of these calls that its lateness must take."""
 
 _MOST_DETAILS: Final = 16
+_MOST_RANKS: Final = 1 << 16
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -277,7 +278,7 @@ def _stragglers(job: Job, graph: WaitGraph) -> Iterator[Finding]:
             if group is None or len(records) < STRAGGLER_CALLS:
                 continue
             window_ns = max(records[-1].end_ns - records[0].begin_ns, 1)
-            for place in range(group.world_size):
+            for place in range(len(group.ranks)):
                 own = [record for record in records if record.last == place]
                 late_ns = sum(record.late_ns for record in own)
                 if len(own) < STRAGGLER_LAST * len(records) or late_ns < STRAGGLER_LATE * window_ns:
@@ -318,11 +319,14 @@ def _finding(
 
 def _unseen(job: Job) -> Iterator[str]:
     """Return sentences on what the pages do not show."""
-    worlds = {process.page.world_size for process in job.processes if process.page.world_size}
     ranks = {process.page.rank for process in job.processes}
-    missing = [rank for rank in range(max(worlds, default=0)) if rank not in ranks]
+    world_size = max((process.page.world_size for process in job.processes), default=0)
+    # A hostile page may state any size.
+    missing = [rank for rank in range(min(world_size, _MOST_RANKS)) if rank not in ranks]
     if missing:
-        yield f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}: neither a page nor a dump"
+        more = f" and {len(missing) - _MOST_DETAILS} more" if len(missing) > _MOST_DETAILS else ""
+        listed = ", ".join(map(str, missing[:_MOST_DETAILS]))
+        yield f"rank{'s' * (len(missing) > 1)} {listed}{more}: neither a page nor a dump"
     for node, process in enumerate(job.processes):
         if process.page.refused:
             yield f"{job.name(node)}: {process.page.refused} groups, queues or lanes, for which its page had no room"

@@ -17,8 +17,6 @@ Node = int
 
 _SHARED: Final = frozenset({"shared memory", "one-shot", "two-shot"})
 _WAITS: Final = " waits"
-# How many members of a group a page names.
-_SHOWN_RANKS: Final = 256
 
 
 def is_shared(algorithm: str) -> bool:
@@ -139,7 +137,7 @@ class Job:
     def members(self, key: LaneKey) -> list[Node]:
         """Return the processes that share an order of calls: in shared memory those of its host."""
         group = self.groups[key.of]
-        found = [self.member(group, place) for place in range(min(group.world_size, _SHOWN_RANKS))]
+        found = [self.member(group, place) for place in range(len(group.ranks))]
         if not key.carrier:
             return found
         hosts = {self.processes[node].page.boot_id for node in found if node >= 0}

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "trace":
         from coordinator.cli.trace import write_trace
 
-        return write_trace(options.out, options.directory, options.pid)
+        return write_trace(options.out, options.directories, options.pid)
     if options.command == "metrics":
         from coordinator.cli.metrics import export_metrics
 
@@ -133,11 +133,11 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     trace = commands.add_parser("trace", help="write the last calls of the ranks as a trace for Perfetto")
     trace.add_argument("out", type=Path, metavar="OUT.json", help="the file; with .gz it is compressed")
     trace.add_argument(
-        "directory",
+        "directories",
         type=Path,
-        nargs="?",
+        nargs="*",
         metavar="DIR",
-        help="files of status pages, also of several hosts (default: the processes on this host)",
+        help="record directories, of one host or several (default: the processes on this host)",
     )
     trace.add_argument(
         "--pid", type=int, action="append", default=[], help="only this process; may be repeated"

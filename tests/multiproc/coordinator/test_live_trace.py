@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from coordinator import (
+    CoordinatorSettings,
     ParallelGroups,
     ParallelLayout,
     destroy_distributed_environment,
@@ -19,9 +20,7 @@ from coordinator import (
 )
 from coordinator.cli import main
 from coordinator.diagnosis.pages import find_pages
-from shm_broadcast import _core
-from shm_broadcast.status.page import own_page
-from tests.harness import RankPool
+from tests.harness import run_ranks
 from tests.trace_format import Event, check_trace
 
 CALLS = 20
@@ -29,8 +28,10 @@ DELAY_S = 0.005
 
 
 def steps(rank: int, world_size: int, directory: Path, stop: str, pages: str) -> None:
-    """Make steps to which rank 1 comes late, copy the status page, and wait in a barrier for rank 3."""
-    init_distributed_environment(world_size, rank, f"file://{directory}/rendezvous", backend="gloo")
+    """Make steps to which rank 1 comes late, and wait in a barrier for rank 3."""
+    settings = CoordinatorSettings.resolve(record_dir=pages)
+    method = f"file://{directory}/rendezvous"
+    init_distributed_environment(world_size, rank, method, backend="gloo", settings=settings)
     world = get_world_group()
     with ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2)) as groups:
         tensor = torch.ones(16)
@@ -43,28 +44,30 @@ def steps(rank: int, world_size: int, directory: Path, stop: str, pages: str) ->
                 groups.pp.send(tensor)
             else:
                 groups.pp.recv((16,), torch.float32)
-        (Path(pages) / f"page-{rank}").write_bytes(_core.status_copy(own_page().segment.memory))
+        Path(f"{stop}-{rank}").touch()
         while rank == 3 and not Path(stop).exists():
             time.sleep(0.01)
         world.barrier()
     destroy_distributed_environment()
 
 
-def trace_of(ranks4: RankPool, tmp_path: Path) -> tuple[list[Event], Path]:
-    """Return the checked events of a trace of running ranks, and the folder of their pages."""
+def trace_of(tmp_path: Path) -> tuple[list[Event], Path]:
+    """Return the checked events of a trace of running ranks, and their record directory."""
     stop, pages, out = tmp_path / "stop", tmp_path / "pages", tmp_path / "out.json"
-    pages.mkdir()
+    pages.mkdir(mode=0o700)
 
     def look(pids: Sequence[int]) -> None:
         try:
-            give_up = time.monotonic() + 60
-            while (len(list(pages.iterdir())) < 4 or waiting(pids) < 3) and time.monotonic() < give_up:
+            give_up = time.monotonic() + 30
+            while (
+                len(list(tmp_path.glob("stop-*"))) < 4 or waiting(pids) < 3
+            ) and time.monotonic() < give_up:
                 time.sleep(0.02)
             assert main(["trace", str(out), *(word for pid in pids for word in ("--pid", str(pid)))]) == 0
         finally:
             stop.touch()
 
-    ranks4.run(steps, str(stop), str(pages), while_running=look)
+    run_ranks(steps, 4, str(stop), str(pages), while_running=look)
     return check_trace(out.read_bytes()), pages
 
 
@@ -76,10 +79,10 @@ def waiting(pids: Sequence[int]) -> int:
 
 
 def test_the_trace_of_four_ranks_shows_their_calls_and_who_came_late(
-    ranks4: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 waits for rank 1 in each sum of their group; three ranks wait in a barrier that goes on."""
-    events, pages = trace_of(ranks4, tmp_path)
+    events, pages = trace_of(tmp_path)
     text = capsys.readouterr().out
     assert "4 processes, 3 of them running" in text
     titles = {
@@ -109,7 +112,7 @@ def test_the_trace_of_four_ranks_shows_their_calls_and_who_came_late(
 
 
 def check_files(pages: Path, out: Path, sums: list[Event]) -> None:
-    """Compare the sums with those of a trace of files, which a process of its own writes compressed."""
+    """Compare the sums with those of a trace of what is left of the run, which is written compressed."""
     command = [sys.executable, "-m", "coordinator", "trace", str(out), str(pages)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "of 4 processes" in text

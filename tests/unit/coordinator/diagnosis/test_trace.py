@@ -1,5 +1,6 @@
 """A trace of status pages follows the Trace Event Format, and shows each call, wait and last arriver where it was."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.model import Page, Record
 from coordinator.diagnosis.trace import Trace, make_trace
 from shm_broadcast.status.layout import MAGIC, PAGE_BYTES, TABLES, VERSION
+from shm_broadcast.status.page import own_page
 from tests.trace_format import Event, check_trace
 from tests.trace_pages import call, group, lane, page, shifted
 
@@ -257,13 +259,26 @@ def hostile_record(generator: random.Random, nbytes: int) -> bytes:
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A directory without pages, one that is not there, and a file that holds no page."""
+    """A file that holds no page, a directory that is not there, and a process without a page."""
     out = tmp_path / "out.json"
-    (tmp_path / "noise").write_bytes(b"x" * PAGE_BYTES)
+    (tmp_path / "rank.status-page").write_bytes(b"x" * PAGE_BYTES)
     assert main(["trace", str(out), str(tmp_path)]) == 1
     text = capsys.readouterr().err
-    assert "noise: this is no status page" in text
-    assert f"{tmp_path} has no file with a status page" in text
+    assert "nothing of the run can be read; rank.status-page: this is no status page" in text
     assert main(["trace", str(out), str(tmp_path / "none")]) == 1
     assert "cannot be read: No such file or directory" in capsys.readouterr().err
+    assert main(["trace", str(out), "--pid", "1"]) == 1
+    assert "there is no process with a group and a status page" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_file_that_cannot_be_written_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names it."""
+    own = own_page().group("trace:0", 0, [0])
+    try:
+        assert main(["trace", str(tmp_path / "none" / "out.json"), "--pid", str(os.getpid())]) == 1
+    finally:
+        own.leave()
+    assert "out.json cannot be written: No such file or directory" in capsys.readouterr().err

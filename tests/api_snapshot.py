@@ -17,6 +17,7 @@ SNAPSHOT = Path(__file__).parent / "unit" / "public_api.txt"
 
 MODULES = (
     "coordinator",
+    "coordinator.diagnosis.metrics",
     "coordinator.errors",
     "coordinator.functional",
     "coordinator.layout",

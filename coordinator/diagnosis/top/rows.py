@@ -17,6 +17,7 @@ __all__ = ["Row", "rows_of"]
 
 _BUSY: Final = ("computing", "posted", "asleep")
 _SHARED_MEMORY: Final = "shared memory"
+_POINT_TO_POINT: Final = "point to point"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -82,7 +83,10 @@ class _Plane(msgspec.Struct, frozen=True):
 
     @property
     def is_used(self) -> bool:
-        return self.is_busy or self.lane.is_torn or any(lane.counters for lane in self.lanes)
+        if self.is_busy or self.lane.is_torn:
+            return True
+        # Where nobody waits for a message, the row of such waits would say nothing of its own.
+        return any(lane.counters and lane.algorithm != _POINT_TO_POINT for lane in self.lanes)
 
     @property
     def ended_ns(self) -> int:

@@ -26,7 +26,7 @@ _STYLES: Final = {
     "waiting": "cyan",
     "computing": "green",
     "running": "green",
-    "loading": "magenta",
+    "loading": "blue",
     "idle": "dim",
     "elsewhere": "dim",
 }

@@ -153,6 +153,13 @@ def test_a_call_between_two_ranks_waits_for_the_other_one() -> None:
     assert (rows[5].call, rows[5].waits_for) == ("recv_any", None)
 
 
+def test_waits_for_messages_have_a_row_only_while_one_goes_on() -> None:
+    """The plane of the group's collectives has one at any time."""
+    waits = lane("idle", "recv", 0, root=2, plane="host waits", algorithm="point to point")
+    assert [row.plane for row in rows_of(None, sample(page(104, group(0, waits, lane()))))] == ["shared"]
+    assert [row.plane for row in rows_of(None, sample(page(104, group(0, waits))))] == [""]
+
+
 def test_jobs_with_equal_names_are_told_apart() -> None:
     """The ranks of another job, whose group has the same name, have not to come."""
     first = page(104, group(0, lane("asleep", number=6), ranks=(4, 5), world_size=2))

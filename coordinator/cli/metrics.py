@@ -22,7 +22,7 @@ def export_metrics(*, listen: str | None, textfile: Path | None, interval_s: flo
         textfile: Otherwise the directory of node_exporter's textfile collector.
         interval_s: Seconds between two files.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if listen is not None:
             _serve(listen)
@@ -36,6 +36,8 @@ def export_metrics(*, listen: str | None, textfile: Path | None, interval_s: flo
     except OSError as error:
         sys.stderr.write(f"the metrics cannot be written: {error}\n")
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -24,7 +24,7 @@ __all__ = ["Counts", "Key", "Member", "Reading", "Totals"]
 
 # Shares of groups that have gone are kept one by one up to this number, in case a page is found again that could not
 # be read for a while. The oldest beyond it are added up.
-_MOST_GONE: Final = 1024
+_MOST_GONE: Final = 256
 # Sums that nothing shown now counts in are kept up to this number, so that what is kept ends somewhere.
 _MOST_ENDED: Final = 4096
 

@@ -24,7 +24,7 @@ RANKS: Final = 4
 CULPRIT: Final = 2
 # How long the witnesses wait. A look at live processes must come in between.
 PATIENCE_S: Final = 1.2
-LIVE_S: Final = 3.0
+LIVE_S: Final = 2.0
 
 
 class Fault(NamedTuple):
@@ -37,7 +37,7 @@ class Fault(NamedTuple):
         call: In which call.
         number: Of it in its plane; 0 for a call between two ranks.
         dead: Ranks that end without an answer.
-        looks: When the live processes are looked at: not at all, while they wait, or before they are all killed.
+        looks: Whether the live processes are looked at.
         reads: Whether the record of the run tells it.
     """
 
@@ -161,7 +161,7 @@ def all_killed(group: GroupCoordinator, rank: int, directory: Path, within_s: fl
 
 ALL: Final = tuple(range(RANKS))
 FAULTS: Final = {
-    "kill": Fault(killed, "dead", (CULPRIT,), "all_reduce", 6, dead=(CULPRIT,)),
+    "kill": Fault(killed, "dead", (CULPRIT,), "all_reduce", 6, dead=(CULPRIT,), looks=True),
     "stop": Fault(stopped, "root cause", (CULPRIT,), "all_reduce", 6, dead=(CULPRIT,), looks=True),
     "sleep": Fault(asleep, "root cause", (CULPRIT,), "all_reduce", 6, looks=True),
     "missed call": Fault(missed, "divergent", (CULPRIT,), "all_gather", 6),
@@ -172,7 +172,9 @@ FAULTS: Final = {
     "p2p cycle": Fault(received_in_a_circle, "order", (0, 1, 2), "recv_object", 0),
     "late rank": Fault(late, "behind", (CULPRIT,), "all_reduce", 6),
     "slow reader": Fault(read_slowly, "root cause", (CULPRIT,), "enqueue", 0, looks=True, reads=False),
-    "dead writer": Fault(left_without_a_writer, "dead", (CULPRIT,), "dequeue", 0, dead=(CULPRIT,)),
+    "dead writer": Fault(
+        left_without_a_writer, "dead", (CULPRIT,), "dequeue", 0, dead=(CULPRIT,), looks=True
+    ),
     "kill -9 of all": Fault(all_killed, "root cause", (CULPRIT,), "all_reduce", 6, dead=ALL, looks=True),
 }
 
@@ -189,6 +191,8 @@ def suffer(rank: int, world_size: int, directory: Path, name: str, record: str) 
     found = outcome_of(lambda: fault.happens(group, rank, directory, within_s))
     witnesses = [other for other in range(world_size) if other not in fault.dead]
     meet(rank, witnesses, directory, "told")
+    if fault.looks:
+        wait_until(Path(f"{record}-looked").exists, "the look")
     if rank == 0 and "stop" in name:
         os.kill(pids[CULPRIT], signal.SIGKILL)
     destroy_distributed_environment()

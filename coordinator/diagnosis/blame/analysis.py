@@ -6,7 +6,7 @@ hosts: numbers of calls, which count from a group's creation, tell who is behind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Final
 
 from coordinator.diagnosis.blame.divergence import first_divergence
@@ -50,13 +50,23 @@ def judge(evidence: Evidence) -> Verdict:
     groups = sorted({group.name for group in job.groups.values()})
     processes = f"{len(job.processes)} process{'es' * (len(job.processes) != 1)}"
     return Verdict(
-        tuple(found), f"{processes}, groups: {', '.join(groups) or 'none'}", (*_unseen(job), *evidence.unseen)
+        tuple(found),
+        f"{processes}, groups: {', '.join(groups) or 'none'}",
+        tuple(_broken(job)),
+        (*_unseen(job), *evidence.unseen),
     )
+
+
+def _broken(job: Job) -> Iterator[str]:
+    """Return why groups are broken, as each rank was told."""
+    for node, process in enumerate(job.processes):
+        for group in process.page.groups:
+            if group.cause and not group.is_torn:
+                yield f"{job.name(node)}: {group.cause}"
 
 
 def _dead(job: Job, graph: WaitGraph) -> Iterator[Finding]:
     """Name who has died or was interrupted, as the others saw when their group broke."""
-    del graph
     gone: dict[Node, list[str]] = {}
     for node, process in enumerate(job.processes):
         if process.state == "dead" and not _has_left_all(job, node):
@@ -80,7 +90,7 @@ def _dead(job: Job, graph: WaitGraph) -> Iterator[Finding]:
         gone.setdefault(-1 - rank, []).append(why)
     if gone:
         details = [line for node in sorted(gone) for line in dict.fromkeys(gone[node])]
-        yield _finding(job, "dead", sorted(gone), _broken_call(job), details)
+        yield _finding(job, "dead", sorted(gone), _broken_call(job) or _call_to(graph, gone), details)
 
 
 def _has_left_all(job: Job, node: Node) -> bool:
@@ -303,6 +313,12 @@ def _broken_call(job: Job) -> Edge | None:
         if call:
             return Edge(node, node, call, number, failure.group, _plane_of(job, failure, node))
     return None
+
+
+def _call_to(graph: WaitGraph, nodes: Container[Node]) -> Edge | None:
+    """Return a call in which somebody waits for one of `nodes`; rather one that is no wait for work."""
+    into = [edge for edges in graph.edges.values() for edge in edges if edge.target in nodes]
+    return min(into, key=lambda edge: (edge.is_idle, edge), default=None)
 
 
 def _finding(

@@ -90,11 +90,13 @@ class Verdict(msgspec.Struct, frozen=True):
     Attributes:
         findings: The first one is the cause, what is behind it a consequence; empty if nobody is to blame.
         seen: What was looked at.
+        broken: Why groups are broken, as each rank was told.
         unseen: What was not seen, and could change the verdict.
     """
 
     findings: tuple[Finding, ...]
     seen: str
+    broken: tuple[str, ...]
     unseen: tuple[str, ...]
 
     def text(self) -> str:
@@ -103,6 +105,8 @@ class Verdict(msgspec.Struct, frozen=True):
             "Nobody is to blame for anything that was seen."
         ]
         parts.append(f"Seen: {self.seen}.")
+        if self.broken:
+            parts.append("\n".join(["Broken:", *(f"  {line}" for line in self.broken)]))
         if self.unseen:
             parts.append("\n".join(["Not seen:", *(f"  {line}" for line in self.unseen)]))
         return "\n\n".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from coordinator.diagnosis.blame.evidence import Process
 from coordinator.diagnosis.blame.members import (
     GroupKey,
     Job,
@@ -62,17 +63,17 @@ class WaitGraph:
     """
 
     def __init__(self, job: Job) -> None:
-        """Build the graph. Who is dead or stopped waits for nobody: it does nothing."""
+        """Build the graph. Who is stopped waits for nobody, and neither does who died before its group had broken."""
         self._job = job
         self.edges: dict[Node, list[Edge]] = {}
         self._absolved = _absolved(job)
         for node, process in enumerate(job.processes):
-            if process.state in ("dead", "stopped"):
+            if not _may_wait(process):
                 continue
             for edge in (*self._collectives(node), *_pairs(job, node)):
                 self.edges.setdefault(node, []).append(edge)
         for edge in _queue_edges(job):
-            if job.processes[edge.source].state not in ("dead", "stopped"):
+            if _may_wait(job.processes[edge.source]):
                 self.edges.setdefault(edge.source, []).append(edge)
 
     def _collectives(self, node: Node) -> Iterator[Edge]:
@@ -156,6 +157,13 @@ class WaitGraph:
                     ways[edge.target] = way
                     todo.append(edge.target)
         return []
+
+
+def _may_wait(process: Process) -> bool:
+    """Return whether what a process waited for tells something: it waits, or has ended because it had waited."""
+    if process.state == "dead":
+        return any(group.state == "broken" for group in process.page.groups)
+    return process.state != "stopped"
 
 
 def _is_transfer(way: Sequence[Edge]) -> bool:

@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator.diagnosis.blame.analysis import judge
 from coordinator.diagnosis.blame.live import look_at_jobs
 from coordinator.diagnosis.blame.recorded import read_run, run_folders
-from coordinator.diagnosis.blame.verdict import Finding
+from coordinator.diagnosis.blame.verdict import Finding, Verdict
 from shm_broadcast.errors import UsageError
 from tests.harness import run_ranks
 from tests.planted_faults import FAULTS, RANKS, Fault, suffer
@@ -27,32 +28,38 @@ def assert_right(found: Finding, fault: Fault, how: str) -> None:
     assert seen == (fault.rule, fault.ranks, fault.call, fault.number), f"{how}: {found.text()}"
 
 
-def look(pids: Sequence[int]) -> Finding:
+def look(pids: Sequence[int]) -> Verdict:
     """Look at the live processes until somebody is named."""
     deadline = time.monotonic() + 20.0
     while time.monotonic() < deadline:
         try:
-            (evidence,) = look_at_jobs(pids, WAITING_S)
+            jobs = look_at_jobs(pids, WAITING_S)
         except UsageError:
-            continue  # they are starting
-        if found := judge(evidence).findings:
-            return found[0]
+            continue  # they are starting, as also if they share no memory yet
+        if len(jobs) == 1 and (verdict := judge(jobs[0])).findings:
+            return verdict
     raise AssertionError("nobody was named")
 
 
 def plant(name: str, record: Path) -> None:
     """Run the ranks; check who is named live, from all that they leave, and without what an innocent one leaves."""
-    fault, live = FAULTS[name], list[Finding]()
+    fault, live = FAULTS[name], list[Verdict]()
 
     def while_running(pids: Sequence[int]) -> None:
         if fault.looks:
             live.append(look(pids))
+            (record.parent / f"{record.name}-looked").touch()
         if fault.dead == tuple(range(RANKS)):
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
 
     run_ranks(suffer, RANKS, name, str(record), expect_dead=fault.dead, while_running=while_running)
-    for found in live:
+    for verdict in live:
+        (found, *_) = verdict.findings
+        if not found.call:
+            # The ends of a queue are closed when its group breaks, and show nothing of it any more.
+            assert all(f"{fault.call} on " in line for line in verdict.broken), verdict.text()
+            found = msgspec.structs.replace(found, call=fault.call)
         assert_right(found, fault, "live")
     if not fault.reads:
         return

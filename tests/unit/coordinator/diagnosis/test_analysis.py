@@ -217,6 +217,20 @@ def test_groups_with_one_name_and_other_members_are_told_apart() -> None:
     assert (found.rule, found.ranks, found.call, found.number) == ("root cause", (1,), "all_reduce", 1)
 
 
+def test_who_has_given_up_and_ended_still_tells_for_whom_it_waited() -> None:
+    """The others' processes have ended after their group broke: the rank that did not come is the cause, not they."""
+    ranks = job("barrier")
+    for rank in ranks[:3]:
+        rank.enter("tp:0", "all_reduce").end("tp:0", "failed").group("tp:0", RANKS, "broken")
+    verdict = judge(
+        Evidence(tuple(rank.process(state="alive" if rank.rank == 3 else "dead") for rank in ranks))
+    )
+    assert [(found.rule, found.ranks) for found in verdict.findings] == [
+        ("root cause", (3,)),
+        ("dead", (0, 1, 2)),
+    ]
+
+
 @pytest.mark.parametrize("call", ["send", "recv"])
 def test_two_that_both_send_or_both_receive_are_a_circle(call: str) -> None:
     """Nobody takes what the other waits to send, or sends what it waits for."""

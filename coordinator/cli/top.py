@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from coordinator.diagnosis.top.late_ranks import LateRanks
 from coordinator.diagnosis.top.rows import Row, rows_of
 from coordinator.diagnosis.top.sampling import Sample, Sampler, of_process
 from coordinator.diagnosis.top.screen import rich_screen, text_screen
@@ -83,11 +84,12 @@ def _nothing(sample: Sample, pid: int | None) -> str:
 
 def _print_on(sampler: Sampler, pid: int | None, interval_s: float) -> None:
     """Print a look every `interval_s`, until an exception ends this."""
-    before = None
+    before, late = None, LateRanks()
     while True:
         now = sampler.sample()
+        rows = rows_of(before, now, pid, late.look(now))
         at = time.strftime("%H:%M:%S")
-        sys.stdout.write(f"{at}  {text_screen(_shown(now, pid), rows_of(before, now, pid))}\n")
+        sys.stdout.write(f"{at}  {text_screen(_shown(now, pid), rows)}\n")
         sys.stdout.flush()
         before = now
         time.sleep(interval_s)
@@ -104,11 +106,11 @@ def _show_live(sampler: Sampler, pid: int | None, interval_s: float) -> None:
     def screen(now: Sample, rows: tuple[Row, ...]) -> None:
         live.update(rich_screen(_shown(now, pid), rows, console.height, hint), refresh=True)
 
-    before = None
+    before, late = None, LateRanks()
     with _keys() as has_keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             now = sampler.sample()
-            screen(now, rows_of(before, now, pid))
+            screen(now, rows_of(before, now, pid, late.look(now)))
             # The first look has no rates yet: the second one follows soon.
             until_s = time.monotonic() + (interval_s if before is not None else min(interval_s, 0.5))
             before = now

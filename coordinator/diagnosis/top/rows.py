@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import msgspec
 
 from coordinator.diagnosis.model import Group, Lane, Record
+from coordinator.diagnosis.stragglers import Straggler
 from coordinator.diagnosis.top.activity import Activity, activity_of
 from coordinator.diagnosis.top.sampling import Sample, Seen
 from shm_broadcast.status.kinds import ALGORITHMS
@@ -43,6 +44,7 @@ class Row(msgspec.Struct, frozen=True):
         last_share: Of its newest calls, to which share it came last; None if no call tells.
         late_ns: Median of how late it then was.
         wait_share: Share of a core that it took to poll.
+        is_late: Whether it is one of the ranks that are late all the time.
     """
 
     job: int
@@ -62,6 +64,7 @@ class Row(msgspec.Struct, frozen=True):
     last_share: float | None
     late_ns: float | None
     wait_share: float | None
+    is_late: bool = False
 
 
 class _Plane(msgspec.Struct, frozen=True):
@@ -101,13 +104,16 @@ _GroupKey = tuple[int, str, int]
 _PlaneKey = tuple[str, str]
 
 
-def rows_of(before: Sample | None, now: Sample, pid: int | None = None) -> tuple[Row, ...]:
+def rows_of(
+    before: Sample | None, now: Sample, pid: int | None = None, late: Collection[Straggler] = ()
+) -> tuple[Row, ...]:
     """Return a row for each rank and plane of each group that is not left, by job, group, plane and rank.
 
     Args:
         before: An earlier sample, from which rates are computed.
         now: The sample that is shown.
         pid: Show this process alone.
+        late: The ranks that are late all the time.
     """
     planes = {id(seen): {id(group): _planes(group) for group in _shown(seen)} for seen in now.seen}
     members: dict[_GroupKey, dict[int, dict[_PlaneKey, _Plane]]] = {}
@@ -121,6 +127,7 @@ def rows_of(before: Sample | None, now: Sample, pid: int | None = None) -> tuple
         if pid is not None and pid not in (seen.pid, seen.page.pid):
             continue
         maker = _Maker(before, now, earlier.get(_identity(seen)), seen, planes[id(seen)])
+        maker.late = {(each.group, each.plane) for each in late if each.pid == seen.page.pid}
         shown = _shown(seen)
         if not shown and not seen.has_ended:
             rows.append(maker.row(None, None, None))
@@ -173,6 +180,8 @@ class _Maker:
         seen: Seen,
         planes: dict[int, dict[_PlaneKey, _Plane]],
     ) -> None:
+        # Groups and planes in which it is late all the time.
+        self.late: set[tuple[str, str]] = set()
         self._now = now
         self._seen = seen
         self._earlier = earlier
@@ -225,6 +234,7 @@ class _Maker:
             last_share=last_share,
             late_ns=late_ns,
             wait_share=_divided(self._rate(group, plane, key, "polled_ns"), 1e9),
+            is_late=group is not None and plane is not None and (group.name, plane.name) in self.late,
         )
 
     def _state(self, group: Group | None, plane: _Plane | None) -> tuple[str, str]:

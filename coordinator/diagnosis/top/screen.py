@@ -61,7 +61,7 @@ _RANKS: Final = (
     _Column("waits for, or does", 19),
     _Column("calls/s", 7, is_number=True),
     _Column("B/s", 5, is_number=True),
-    _Column("last", 4, is_number=True),
+    _Column("last", 5, is_number=True),
     _Column("late", 6, is_number=True),
     _Column("wait", 4, is_number=True),
 )
@@ -105,7 +105,7 @@ def _rank_cells(row: Row) -> tuple[str, ...]:
         _doing(row),
         _or_dash(row.calls_per_s, in_number),
         _or_dash(row.bytes_per_s, in_number),
-        _or_dash(row.last_share, _percent),
+        _or_dash(row.last_share, _percent) + ("!" if row.is_late else ""),
         _or_dash(None if row.late_ns is None else row.late_ns / 1e9, _brief_seconds),
         _or_dash(row.wait_share, _percent),
     )
@@ -203,10 +203,15 @@ def _head(sample: Sample, rows: Sequence[Row]) -> str:
 
 
 def _notes(sample: Sample, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return what is too long for a cell: why groups are broken, and which pages make no sense."""
+    """Return what is too long for a cell: why groups are broken, who is late, and which pages make no sense."""
     notes = {
         ("broken", f"{row.group} broken on rank {row.rank}: {row.cause}"): None for row in rows if row.cause
     }
+    for row in rows:
+        if row.is_late:
+            notes[
+                "stopped", f"{row.group} {row.plane}: rank {row.rank} (pid {row.pid}) is late all the time"
+            ] = None
     for pid, fault in sorted(sample.faults.items()):
         notes["broken", f"page held by process {pid}: {fault}"] = None
     refused = sum(seen.page.refused for seen in sample.seen)

@@ -8,6 +8,7 @@ from coordinator.diagnosis.model import Counters, Group, Lane, Page, Queue, Reco
 from coordinator.diagnosis.processes import Process
 from coordinator.diagnosis.queues import Reader, Ring
 from coordinator.diagnosis.top.activity import activity_of
+from coordinator.diagnosis.top.late_ranks import WINDOW_S, LateRanks
 from coordinator.diagnosis.top.rows import Row, rows_of
 from coordinator.diagnosis.top.sampling import Sample, Seen, jobs_of, of_process
 
@@ -280,6 +281,25 @@ def test_lateness_is_that_of_the_newest_calls_to_which_the_rank_came_last() -> N
     assert (row.last_share, row.late_ns) == (0.75, 20.0)
     (row,) = rows_of(None, sample(page(104, group(0, lane()))))
     assert (row.last_share, row.late_ns) == (None, None)
+
+
+def test_a_rank_that_is_late_in_two_windows_is_marked() -> None:
+    """Not after one of them; and it is marked until the next window ends, in its own group and plane alone."""
+    late, marked = LateRanks(), []
+    for second in range(0, 50, 5):
+        calls = second * 100
+        # From the 30th second on nobody is late.
+        slow = min(second, 30)
+        first = counters(calls=calls, last=slow * 90, late_ns=slow * 400_000_000)
+        pages = (
+            page(104, group(0, lane(counters=(first,)), lane(plane="shared host"))),
+            page(105, group(1, lane(counters=(counters(calls=calls, last=slow * 10),)))),
+        )
+        now = sample(*pages, at_ns=NOW_NS + second * 1_000_000_000)
+        rows = rows_of(None, now, None, late.look(now))
+        marked.append([(row.rank, row.plane) for row in rows if row.is_late])
+    assert WINDOW_S == 10
+    assert marked == [[], [], [], [], *[[(4, "shared")]] * 4, [], []]
 
 
 def test_times_of_another_time_namespace_are_shifted() -> None:

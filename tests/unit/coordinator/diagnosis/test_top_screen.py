@@ -162,6 +162,13 @@ def test_a_cause_is_shown_whole_below_the_table() -> None:
     assert [line for line in text if cause in line] == [f"tp:0 broken on rank 3: {cause}"]
 
 
+def test_a_rank_that_is_late_all_the_time_is_marked_and_named() -> None:
+    """In its row, and in a line below the tables."""
+    text = lines((row(), row(rank=2, pid=7, is_late=True, last_share=1.0)))
+    assert [word for line in text for word in line.split() if word.endswith("!")] == ["100%!"]
+    assert text[-1] == "tp:0 shared: rank 2 (pid 7) is late all the time"
+
+
 def test_several_jobs_are_told_apart() -> None:
     """Groups of two jobs may have one name, so each job has a title."""
     one, two, three = row(), row(job=1, pid=7), row(job=1, pid=8)

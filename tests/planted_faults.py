@@ -7,11 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from coordinator.errors import CommTimeoutError
 from coordinator.group import GroupCoordinator
 from coordinator.parallel_state import destroy_distributed_environment, get_world_group
 from coordinator.settings import CoordinatorSettings
@@ -22,16 +24,29 @@ __all__ = ["CULPRIT", "FAULTS", "RANKS", "Fault", "suffer"]
 
 RANKS: Final = 4
 CULPRIT: Final = 2
-# How long the witnesses wait. A look at live processes must come in between.
-PATIENCE_S: Final = 1.2
-LIVE_S: Final = 2.0
+# How long the witnesses wait.
+PATIENCE_S: Final = 0.8
+
+
+class Run(NamedTuple):
+    """What a rank knows of the test.
+
+    Attributes:
+        directory: In which the ranks meet.
+        within_s: How long a call waits.
+        looked: A file that is there once the live processes were looked at.
+    """
+
+    directory: Path
+    within_s: float
+    looked: Path
 
 
 class Fault(NamedTuple):
     """What happens, and what must be found.
 
     Attributes:
-        happens: Called on each rank with its group, its rank, the directory of the run, and how long to wait.
+        happens: Called on each rank with its group and its rank.
         rule: Of the finding.
         ranks: Who is named.
         call: In which call.
@@ -41,7 +56,7 @@ class Fault(NamedTuple):
         reads: Whether the record of the run tells it.
     """
 
-    happens: Callable[[GroupCoordinator, int, Path, float], Any]
+    happens: Callable[[GroupCoordinator, int, Run], Any]
     rule: str
     ranks: tuple[int, ...]
     call: str
@@ -55,49 +70,49 @@ def ones(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(16, dtype=dtype)
 
 
-def killed(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def killed(group: GroupCoordinator, rank: int, run: Run) -> None:
     if rank == CULPRIT:
         os.kill(os.getpid(), signal.SIGKILL)
     group.all_reduce(ones(), timeout_s=60.0)
 
 
-def stopped(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def stopped(group: GroupCoordinator, rank: int, run: Run) -> None:
     if rank == CULPRIT:
         os.kill(os.getpid(), signal.SIGSTOP)
-    group.all_reduce(ones(), timeout_s=within_s)
+    group.all_reduce(ones(), timeout_s=run.within_s)
 
 
-def asleep(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def asleep(group: GroupCoordinator, rank: int, run: Run) -> None:
     if rank == CULPRIT:
         others = [other for other in range(RANKS) if other != CULPRIT]
-        wait_until(lambda: all((directory / f"told-{other}").exists() for other in others), "the others")
+        wait_until(lambda: all((run.directory / f"told-{other}").exists() for other in others), "the others")
         return
-    group.all_reduce(ones(), timeout_s=within_s)
+    group.all_reduce(ones(), timeout_s=run.within_s)
 
 
-def missed(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def missed(group: GroupCoordinator, rank: int, run: Run) -> None:
     if rank != CULPRIT:
-        group.all_reduce(ones(), timeout_s=within_s)
-    group.all_gather(ones(), timeout_s=within_s)
+        group.all_reduce(ones(), timeout_s=run.within_s)
+    group.all_gather(ones(), timeout_s=run.within_s)
 
 
-def missed_before_a_barrier(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def missed_before_a_barrier(group: GroupCoordinator, rank: int, run: Run) -> None:
     if rank != CULPRIT:
-        group.all_reduce(ones(), timeout_s=within_s)
-    group.barrier(2 * within_s)
+        group.all_reduce(ones(), timeout_s=run.within_s)
+    group.barrier(2 * run.within_s)
 
 
-def swapped(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def swapped(group: GroupCoordinator, rank: int, run: Run) -> None:
     calls: list[Callable[..., Any]] = [group.all_reduce, group.all_gather]
     for call in reversed(calls) if rank == CULPRIT else calls:
-        call(ones(), timeout_s=within_s)
+        call(ones(), timeout_s=run.within_s)
 
 
-def mistyped(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
-    group.all_reduce(ones(torch.float64 if rank == CULPRIT else torch.float32), timeout_s=within_s)
+def mistyped(group: GroupCoordinator, rank: int, run: Run) -> None:
+    group.all_reduce(ones(torch.float64 if rank == CULPRIT else torch.float32), timeout_s=run.within_s)
 
 
-def crossed(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def crossed(group: GroupCoordinator, rank: int, run: Run) -> None:
     settings = CoordinatorSettings.resolve({})
     pairs = ([[0, 1], [2], [3]], [[1, 2], [0], [3]], [[0, 2], [1], [3]])
     groups = [
@@ -106,43 +121,45 @@ def crossed(group: GroupCoordinator, rank: int, directory: Path, within_s: float
     ]
     try:
         if rank == 3:
-            group.barrier(within_s)
+            group.barrier(run.within_s)
         else:
-            groups[rank].all_reduce(ones(), timeout_s=within_s)
+            groups[rank].all_reduce(ones(), timeout_s=run.within_s)
     finally:
-        meet(rank, range(RANKS), directory, "crossed")
+        meet(rank, range(RANKS), run.directory, "crossed")
         for each in groups:
             each.destroy()
 
 
-def received_in_a_circle(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def received_in_a_circle(group: GroupCoordinator, rank: int, run: Run) -> None:
     if rank == 3:
-        group.barrier(within_s)
+        group.barrier(run.within_s)
     else:
-        group.recv_object((rank + 1) % 3, timeout_s=within_s)
+        group.recv_object((rank + 1) % 3, timeout_s=run.within_s)
 
 
-def late(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def late(group: GroupCoordinator, rank: int, run: Run) -> None:
     if rank == CULPRIT:
-        time.sleep(within_s + 0.5)
-    group.all_reduce(ones(), timeout_s=within_s)
+        time.sleep(run.within_s + 0.5)
+    group.all_reduce(ones(), timeout_s=run.within_s)
 
 
-def read_slowly(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def read_slowly(group: GroupCoordinator, rank: int, run: Run) -> None:
     end: Any = group.create_mq_broadcaster(0)
     if rank == 0:
-        for _ in range(16):
-            end.enqueue(bytes(1 << 20), timeout_s=within_s)
+        while not run.looked.exists():
+            with suppress(CommTimeoutError):
+                end.enqueue(bytes(1 << 20), timeout_s=run.within_s)
         return
     others = [other for other in range(RANKS) if other != CULPRIT]
     if rank == CULPRIT:
-        wait_until(lambda: all((directory / f"told-{other}").exists() for other in others), "the others")
+        wait_until(lambda: all((run.directory / f"told-{other}").exists() for other in others), "the others")
         return
-    for _ in range(16):
-        end.dequeue(timeout_s=within_s)
+    while not run.looked.exists():
+        with suppress(CommTimeoutError):
+            end.dequeue(timeout_s=run.within_s)
 
 
-def left_without_a_writer(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def left_without_a_writer(group: GroupCoordinator, rank: int, run: Run) -> None:
     end: Any = group.create_mq_broadcaster(CULPRIT)
     if rank == CULPRIT:
         end.enqueue(1)
@@ -153,7 +170,7 @@ def left_without_a_writer(group: GroupCoordinator, rank: int, directory: Path, w
         end.dequeue(timeout_s=60.0)
 
 
-def all_killed(group: GroupCoordinator, rank: int, directory: Path, within_s: float) -> None:
+def all_killed(group: GroupCoordinator, rank: int, run: Run) -> None:
     if rank == CULPRIT:
         time.sleep(60.0)
     group.all_reduce(ones(), timeout_s=60.0)
@@ -187,12 +204,12 @@ def suffer(rank: int, world_size: int, directory: Path, name: str, record: str) 
     pids = group.all_gather_object(os.getpid())
     for _ in range(5):
         group.all_reduce(ones())
-    within_s = LIVE_S if fault.looks else PATIENCE_S
-    found = outcome_of(lambda: fault.happens(group, rank, directory, within_s))
+    run = Run(directory, PATIENCE_S, Path(f"{record}-looked"))
+    found = outcome_of(lambda: fault.happens(group, rank, run))
     witnesses = [other for other in range(world_size) if other not in fault.dead]
     meet(rank, witnesses, directory, "told")
     if fault.looks:
-        wait_until(Path(f"{record}-looked").exists, "the look")
+        wait_until(run.looked.exists, "the look")
     if rank == 0 and "stop" in name:
         os.kill(pids[CULPRIT], signal.SIGKILL)
     destroy_distributed_environment()

@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.planted_faults import FAULTS, RANKS, Fault, suffer
 
 # A look counts as a wait what goes on for this long.
-WAITING_S = 0.5
+WAITING_S = 0.3
 
 
 def assert_right(found: Finding, fault: Fault, how: str) -> None:

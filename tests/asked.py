@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shm_broadcast.liveness import ProcessIdentity, _stat_fields, this_process
-from shm_broadcast.stacks.offered import DEFAULT_SIGNAL
+from shm_broadcast.stacks.offered import DEFAULT_SIGNAL, HEADER_BYTES
 from tests.waiting import wait_until
 
 __all__ = ["HANGS", "PRELUDE", "hanging", "identity_of", "said_by", "write_once", "written_by"]
@@ -84,5 +84,5 @@ def written_by(pid: int) -> int:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         if "group-coordinator-stacks-" in str(link.readlink()):
             info = Path(f"/proc/{pid}/fdinfo/{link.name}").read_text()
-            return int(info.partition("pos:")[2].split()[0])
+            return int(info.partition("pos:")[2].split()[0]) - HEADER_BYTES
     raise AssertionError(f"process {pid} has no memory for stacks")

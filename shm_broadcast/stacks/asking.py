@@ -21,7 +21,7 @@ from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import ProcessIdentity, open_pidfd, process_state, this_process
 from shm_broadcast.segment import is_sealed
-from shm_broadcast.stacks.offered import NAME, NBYTES, handles
+from shm_broadcast.stacks.offered import HEADER_BYTES, NAME, NBYTES, handles
 from shm_broadcast.status import layout
 
 __all__ = ["TEXT_BYTES", "WITHIN_S", "ask"]
@@ -40,6 +40,9 @@ _LOOK_S: Final = 0.002
 _AGAIN_S: Final = 0.1
 
 _LINK: Final = "/memfd:"
+
+# A pidfd of one thread, since Linux 6.9; a signal sent to it is that thread's.
+_PIDFD_THREAD: Final = os.O_EXCL
 
 
 class _NoAnswerError(Exception):
@@ -82,7 +85,7 @@ def ask(
                     text = _reason(question.process, error)
                 if text is not None:
                     texts[rank] = text
-                    del asked[rank]
+                    asked.pop(rank).close()
             if asked:
                 time.sleep(_LOOK_S)
     return {rank: texts[rank] for rank in processes}
@@ -121,7 +124,7 @@ class _Question:
             CapabilityError: No descriptor is free.
         """
         self.process = process
-        self._pidfd = self._memory = -1
+        self._pidfd = self._thread = self._memory = -1
         if not own.on_same_host(process):
             raise _NoAnswerError(
                 f"it is on host {process.hostname}, and only processes of this host can be asked"
@@ -133,6 +136,8 @@ class _Question:
         self._start: int | None = None
         self._sent_s = 0.0
         self._blocked: frozenset[str] = frozenset()
+        self._parts: list[str] = []
+        self._threads: list[str] = []
         try:
             self._check_state()
             self._pidfd = open_pidfd(process.pid)
@@ -156,7 +161,7 @@ class _Question:
 
     def close(self) -> None:
         """Let others ask. Idempotent."""
-        for name in ("_memory", "_pidfd"):
+        for name in ("_memory", "_thread", "_pidfd"):
             # Forgotten first, so that no number is closed twice.
             descriptor = getattr(self, name)
             setattr(self, name, -1)
@@ -169,10 +174,13 @@ class _Question:
             return None
         self._check_state()
         if self._position() == self._start:
-            if time.monotonic() >= self._sent_s + _AGAIN_S and not self._is_pending():
+            if self._thread < 0 and time.monotonic() >= self._sent_s + _AGAIN_S and not self._is_pending():
                 self._send_signal()
             return None
-        return None if self._is_writing() else self._text()
+        if self._is_writing():
+            return None
+        self._parts.append(self._text())
+        return None if self._send_to_thread() else "\n\n".join(self._parts)
 
     def late(self, within_s: float) -> str:
         """Return what is there at the deadline, and say that it is not all. Raises as `__init__`."""
@@ -180,7 +188,9 @@ class _Question:
         if self._start is None:
             raise _NoAnswerError(f"another process has asked it and was not done within {within_s:.1f} s")
         if self._position() > self._start:
-            return self._text() + f"\n(not complete within {within_s:.1f} s)"
+            self._parts.append(self._text())
+        if self._parts:
+            return "\n\n".join([*self._parts, f"(not complete within {within_s:.1f} s)"])
         raise _NoAnswerError(
             f"it did not answer within {within_s:.1f} s: its threads block signal {self._number}, or are in a call of "
             "the kernel that no signal interrupts"
@@ -201,13 +211,40 @@ class _Question:
             raise _NoAnswerError(
                 f"earlier stacks fill {start} of {NBYTES} bytes; its next group empties that memory again"
             )
+        names = os.pread(self._memory, HEADER_BYTES, 0).decode(errors="replace").split()
+        self._threads = [name for name in names if name.isascii() and name.isdecimal()]
         self._blocked = self._blocking()
         self._send_signal()
         self._start = start
         return True
 
+    def _send_to_thread(self) -> bool:
+        """Send the signal to the next thread that the process names; return False if there is none left."""
+        while self._threads:
+            name = self._threads.pop(0)
+            descriptor, self._thread = self._thread, -1
+            if descriptor >= 0:
+                os.close(descriptor)
+            try:
+                self._thread = os.pidfd_open(int(name), _PIDFD_THREAD)
+            except ProcessLookupError:
+                continue  # it has ended
+            except OSError as error:
+                self._parts.append(
+                    f"no stack of thread {name}: pidfd_open: {error.strerror} (it needs Linux 6.9)"
+                )
+                continue
+            # The number may be that of a thread of another process by now; it cannot become one later.
+            if not (self._folder / "task" / name).exists():
+                continue
+            self._start = self._position()
+            self._blocked = self._blocking()
+            self._send_signal()
+            return True
+        return False
+
     def _send_signal(self) -> None:
-        signal.pidfd_send_signal(self._pidfd, self._number)
+        signal.pidfd_send_signal(self._thread if self._thread >= 0 else self._pidfd, self._number)
         self._sent_s = time.monotonic()
 
     def _is_pending(self) -> bool:

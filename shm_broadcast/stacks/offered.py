@@ -1,6 +1,9 @@
-"""Offer this process's Python stack: on a real-time signal its main thread writes it into memory that others read.
+"""Offer this process's Python stacks: on a real-time signal a thread writes its own into memory that others read.
 
-`faulthandler` writes it in the signal handler, in C and without the GIL, so that a process that sleeps, loops or
+The main thread handles the signal. Other threads that have created groups are named in the memory, so that they can be
+sent it too.
+
+`faulthandler` writes them in the signal handler, in C and without the GIL, so that a process that sleeps, loops or
 holds the GIL in native code answers too. It writes names of files and functions and numbers of lines, and no value.
 """
 
@@ -20,7 +23,7 @@ from shm_broadcast.errors import UsageError
 from shm_broadcast.segment import seal
 from shm_broadcast.status.page import own_page
 
-__all__ = ["DEFAULT_SIGNAL", "NAME", "NBYTES", "handles", "offer_stacks", "offered_signal"]
+__all__ = ["DEFAULT_SIGNAL", "HEADER_BYTES", "NAME", "NBYTES", "handles", "offer_stacks", "offered_signal"]
 
 DEFAULT_SIGNAL: Final = int(signal.SIGRTMIN) + 12
 """Few programs use it: glibc keeps the first real-time signals, and others count from these or down from the last."""
@@ -30,6 +33,12 @@ NAME: Final = "group-coordinator-stacks"
 
 NBYTES: Final = 1 << 20
 """Size of the memory. Pages that were never written take none. A stack of 100 frames takes about 10 KB."""
+
+HEADER_BYTES: Final = 256
+"""The memory begins with the ids of the threads besides the main thread, separated by blanks."""
+
+# As many fit there, the newest.
+_MOST_THREADS: Final = 24
 
 _SIG_DFL: Final = 0
 _SIG_IGN: Final = 1
@@ -41,6 +50,7 @@ class _Own:
     lock = threading.RLock()
     number = 0
     descriptor = -1
+    threads: tuple[int, ...] = ()
 
 
 def offered_signal() -> int:
@@ -70,6 +80,7 @@ def offer_stacks(number: int) -> None:
                     f"stack_signal is {number}, but this process writes its stacks on signal {_Own.number}, which its "
                     "first group has named: give all groups of a process the same one"
                 )
+            _name_thread(_Own.descriptor)
             _empty(_Own.descriptor)
             return
         if handles(os.getpid(), number):
@@ -80,9 +91,11 @@ def offer_stacks(number: int) -> None:
             )
         page, descriptor = own_page(), _new_memory(f"{NAME}-{number}")
         try:
+            _name_thread(descriptor)
+            os.lseek(descriptor, HEADER_BYTES, os.SEEK_SET)
             # What faulthandler puts back when the interpreter ends: an ask that comes late must not kill the process.
             _set_action(number, _SIG_IGN)
-            # Of one thread, which writes its own frames: the list of all threads may change while it is walked.
+            # A thread writes its own frames only: the list of all threads may change while it is walked.
             faulthandler.register(number, file=descriptor, all_threads=False, chain=False)
         except BaseException:
             faulthandler.unregister(number)
@@ -121,6 +134,17 @@ def _new_memory(name: str) -> int:
     return descriptor
 
 
+def _name_thread(descriptor: int) -> None:
+    """Name the calling thread to those that ask, unless it is the main thread, which is always asked."""
+    thread = threading.get_native_id()
+    if thread in _Own.threads or thread == os.getpid():
+        return
+    alive = {each.native_id for each in threading.enumerate()}
+    kept = [each for each in _Own.threads if each in alive]
+    _Own.threads = (*kept, thread)[-_MOST_THREADS:]
+    os.pwrite(descriptor, " ".join(map(str, _Own.threads)).encode().ljust(HEADER_BYTES), 0)
+
+
 def _empty(descriptor: int) -> None:
     """Write the next stacks at the beginning again, unless somebody reads now."""
     try:
@@ -128,7 +152,7 @@ def _empty(descriptor: int) -> None:
     except BlockingIOError:
         return
     try:
-        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.lseek(descriptor, HEADER_BYTES, os.SEEK_SET)
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
@@ -145,6 +169,7 @@ def _set_action(number: int, action: int) -> None:
 def _forget_inherited() -> None:
     # The memory is the parent's, and a child that nobody asks needs no handler.
     _Own.lock = threading.RLock()
+    _Own.threads = ()
     if _Own.number:
         faulthandler.unregister(_Own.number)
         _set_action(_Own.number, _SIG_DFL)

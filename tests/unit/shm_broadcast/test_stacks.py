@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shm_broadcast.stacks.asking import TEXT_BYTES, WITHIN_S, ask
-from shm_broadcast.stacks.offered import DEFAULT_SIGNAL, NBYTES, handles
+from shm_broadcast.stacks.offered import DEFAULT_SIGNAL, HEADER_BYTES, NBYTES, handles
 from tests.asked import HANGS, hanging, identity_of, said_by, write_once, written_by
 from tests.waiting import wait_until
 
@@ -50,6 +50,38 @@ def test_other_threads_do_not_answer_for_the_main_thread() -> None:
             text = asked(process.pid)
             assert " in hangs_here\n" in text
             assert text.endswith(" in <module>")
+
+
+@pytest.mark.guarantee("S12")
+def test_threads_that_have_made_groups_are_asked_too() -> None:
+    """Two that hang and one that has ended: each of the two has its own part, behind that of the main thread."""
+    code = """
+def beside(ends):
+    offer_stacks(NUMBER)
+    made.release()
+    if not ends:
+        time.sleep(600)
+made = threading.Semaphore(0)
+for ends in (False, True, False):
+    threading.Thread(target=beside, args=(ends,), daemon=True).start()
+    made.acquire()
+"""
+    with hanging(code + HANGS["sleep"]) as process:
+        parts = asked(process.pid).split("\n\n")
+    assert [part.count(" in hangs_here\n") for part in parts] == [1, 0, 0], parts
+    assert [part.count(" in beside\n") for part in parts] == [0, 1, 1], parts
+
+
+@pytest.mark.guarantee("S15")
+def test_a_thread_of_another_process_is_not_signalled() -> None:
+    """The memory names a thread that is another process by now: only the main thread answers."""
+    code = "os.pwrite(place, str(os.getppid()).encode(), 0)\n"
+    find = (
+        "place = next(int(name) for name in os.listdir('/proc/self/fd')[:-1]"
+        " if 'stacks' in os.readlink(f'/proc/self/fd/{name}'))\n"
+    )
+    with hanging(find + code + HANGS["sleep"]) as process:
+        assert asked(process.pid).count("most recent call first") == 1
 
 
 @pytest.mark.guarantee("S13")
@@ -240,7 +272,7 @@ place = [name for name in os.listdir("/proc/self/fd")[:-1] if "stacks" in os.rea
 print(open(f"/proc/self/fdinfo/{place[0]}").read().split()[1])
 """
     )
-    assert said.split() == ["False", "0", str(-DEFAULT_SIGNAL), "False", "0", "1", "0"]
+    assert said.split() == ["False", "0", str(-DEFAULT_SIGNAL), "False", "0", "1", str(HEADER_BYTES)]
 
 
 @pytest.mark.guarantee("S17")
@@ -262,9 +294,9 @@ def test_the_memory_is_bounded_and_the_next_group_empties_it() -> None:
     deep = "def hangs_here(depth=90):\n    hangs_here(depth - 1) if depth else (ready(), time.sleep(600))"
     with hanging(again + deep) as process:
         assert process.stdout is not None
-        while written_by(process.pid) < NBYTES:
+        while written_by(process.pid) < NBYTES - HEADER_BYTES:
             write_once(process.pid)
-        assert written_by(process.pid) == NBYTES
+        assert written_by(process.pid) == NBYTES - HEADER_BYTES
         assert f"earlier stacks fill {NBYTES} of {NBYTES} bytes" in asked(process.pid)
         process.send_signal(signal.SIGUSR1)
         assert process.stdout.readline() == "ready\n"

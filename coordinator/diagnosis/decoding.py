@@ -19,7 +19,7 @@ from shm_broadcast.status.layout import (
     Outcome,
 )
 
-__all__ = ["decode_page"]
+__all__ = ["decode_lateness", "decode_page"]
 
 _FORMS: Final = {name: table.form for name, table in TABLES.items()}
 # How many numbers each word is a list of; 0 for a single number or a text.
@@ -30,8 +30,14 @@ _COUNTS: Final = {
     ]
     for name, table in TABLES.items()
 }
-# The word behind the sequence number tells in each table whether a place is in use.
-_USED: Final = struct.Struct("<4xI")
+# The word behind the sequence number tells in each table whether a place is in use. One form reads those of all places.
+_USED: Final = {
+    name: struct.Struct("<" + f"4xI{table.nbytes - 8}x" * table.number)
+    for name, table in TABLES.items()
+    if name not in ("header", "records")
+}
+# Of a record: its number, when it began, the lane, the last rank, and by how much that was late.
+_LATENESS: Final = struct.Struct("<Q16xQ8xHH16xI")
 _LATEST_NS: Final = 2**63 - 1
 _NO_ROOT: Final = (NOBODY, 0xFFFFFFFF)
 _ROOTLESS: Final = frozenset(
@@ -88,6 +94,44 @@ def decode_page(copy: bytes, records: bool = True, newest: int = TABLES["records
     )
 
 
+def decode_lateness(
+    copy: bytes, page: Page, newest: int
+) -> dict[tuple[str, int, str], list[tuple[int, int]]]:
+    """Return which ranks were late in the newest calls: a small part of the records, for who looks each second.
+
+    Args:
+        copy: As in `decode_page`.
+        page: What that has returned.
+        newest: How many calls at most.
+
+    Returns:
+        For a group's name, its epoch and a plane: the place in the group of the rank that came last, and by how many
+        nanoseconds, for each call of which that is known.
+    """
+    table, lanes = TABLES["records"], _rows(copy, "lanes")
+    groups = _rows(copy, "groups")
+    clock = _Clock(page.clock.ticks, page.clock.monotonic_ns, page.clock.rate)
+    found: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
+    names: dict[int, tuple[tuple[str, int, str], int]] = {}
+    for place, lane in lanes.items():
+        group = groups.get(lane["group"] - 1)
+        if group is not None:
+            key = _text(group["name"]), group["epoch"], _text(lane["plane"])
+            names[place] = key, group["created_ns"]
+    for ahead in range(min(newest, table.number)):
+        place = (page.calls - 1 - ahead) % table.number
+        index, begin, lane_place, last, late_ns = _LATENESS.unpack_from(
+            copy, table.offset + place * table.nbytes
+        )
+        name = names.get(lane_place)
+        # The same looks as for whole records: it is complete, and of the group that has the lane now.
+        if last == NOBODY or name is None or not index or (index - 1) % table.number != place:
+            continue
+        if clock.ns(begin) >= name[1]:
+            found.setdefault(name[0], []).append((last, late_ns))
+    return found
+
+
 class _Clock(NamedTuple):
     """The page's clock."""
 
@@ -116,7 +160,7 @@ def _row(copy: bytes, name: str, place: int) -> dict[str, Any]:
 def _rows(copy: bytes, name: str) -> dict[int, dict[str, Any]]:
     """Return the rows of a table of which each place is in use or free, by their places; those in use alone."""
     table = TABLES[name]
-    used = (_USED.unpack_from(copy, table.offset + place * table.nbytes)[0] for place in range(table.number))
+    used = _USED[name].unpack_from(copy, table.offset)
     return {place: _row(copy, name, place) for place, is_used in enumerate(used) if is_used}
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
 
-from coordinator.diagnosis.model import Group, Lane, Record
+from coordinator.diagnosis.model import Group, Lane
 from coordinator.diagnosis.stragglers import Straggler
 from coordinator.diagnosis.top.activity import Activity, activity_of
-from coordinator.diagnosis.top.sampling import Sample, Seen
+from coordinator.diagnosis.top.sampling import Lateness, Sample, Seen
 from shm_broadcast.status.kinds import ALGORITHMS
 
 __all__ = ["Row", "rows_of"]
@@ -211,7 +211,7 @@ class _Maker:
         state, note = self._state(group, plane)
         is_busy = plane is not None and plane.is_busy and not plane.lane.is_torn
         waits_for, unseen = self._waits_for(group, plane, members, key) if is_busy else (None, ())
-        last_share, late_ns = _lateness(page.records, group, plane)
+        last_share, late_ns = _lateness(self._seen.lateness, group, plane)
         began_ns = plane.lane.begin_ns if plane is not None and is_busy else self._free_ns
         rank = page.rank
         if group is not None and group.place < len(group.ranks):
@@ -315,16 +315,11 @@ def _kept_by(seen: Seen) -> str:
 
 
 def _lateness(
-    records: Iterable[Record], group: Group | None, plane: _Plane | None
+    lateness: Lateness, group: Group | None, plane: _Plane | None
 ) -> tuple[float | None, float | None]:
     """Return to which share of the newest calls this rank came last, and the median of how late it was."""
     if group is None or plane is None:
         return None, None
-    told: Sequence[Record] = [
-        record
-        for record in records
-        if (record.group, record.epoch, record.plane) == (group.name, group.epoch, plane.name)
-        and record.last is not None
-    ]
-    late = [record.late_ns for record in told if record.last == group.place]
+    told = lateness.get((group.name, group.epoch, plane.name), ())
+    late = [late_ns for last, late_ns in told if last == group.place]
     return (len(late) / len(told) if told else None), (float(statistics.median(late)) if late else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from coordinator.diagnosis import pages
-from coordinator.diagnosis.decoding import decode_page
+from coordinator.diagnosis.decoding import decode_lateness, decode_page
 from coordinator.diagnosis.model import Page
 from coordinator.diagnosis.processes import Process, look_at
 from coordinator.diagnosis.queues import Ring, read_rings
@@ -35,18 +35,20 @@ KEPT_S: Final = 60.0
 NEWEST: Final = 128
 
 Place = tuple[int, int]
+Lateness = Mapping[tuple[str, int, str], Sequence[tuple[int, int]]]
 
 
 class Seen(msgspec.Struct, frozen=True):
     """A page, and its process.
 
     Attributes:
-        page: What it says.
+        page: What it says, with as many of the newest calls as `Sampler` was asked for.
         pid: Its process as this one sees it; None if that has ended or is not seen here.
         process: What the kernel says of that; None if it has ended.
         holders: Processes with a page of their own that have this one.
         job: Number of the job, from 0; pages of one job share memory.
         shift_ns: What turns a time of the page into one of this process, if they live in two time namespaces.
+        lateness: Who came last to its newest calls; see `decode_lateness`.
     """
 
     page: Page
@@ -55,6 +57,7 @@ class Seen(msgspec.Struct, frozen=True):
     holders: tuple[int, ...]
     job: int
     shift_ns: int
+    lateness: Lateness = {}
 
     @property
     def has_ended(self) -> bool:
@@ -109,7 +112,7 @@ class _Kept:
 class Sampler:
     """Finds pages and looks at them. One thread uses it; `close` lets the pages go."""
 
-    def __init__(self, newest: int = NEWEST) -> None:
+    def __init__(self, newest: int = 0) -> None:
         """Look at nothing yet; of each page decode the `newest` calls that have ended."""
         self._newest = newest
         self._kept: dict[Place, _Kept] = {}
@@ -133,7 +136,7 @@ class Sampler:
             self._search()
             took_s = time.thread_time() - began_s
             self._next_search_s = time.monotonic() + max(SEARCH_S, took_s / SEARCH_SHARE)
-        found: list[tuple[Place, Page]] = []
+        found: list[tuple[Place, Page, Lateness]] = []
         faults = dict(self._faults)
         for place, kept in list(self._kept.items()):
             copy = _core.status_copy(kept.memory)
@@ -147,12 +150,12 @@ class Sampler:
             if kept.start_ticks != page.start_ticks:
                 # It is asked once: a process that holds its page keeps its number while it lives.
                 kept.pid, kept.start_ticks = pages.owner_of(page, kept.holders), page.start_ticks
-            found.append((place, page))
+            found.append((place, page, decode_lateness(copy, page, NEWEST)))
         return self._sampled(found, faults)
 
-    def _sampled(self, found: list[tuple[Place, Page]], faults: dict[int, str]) -> Sample:
+    def _sampled(self, found: list[tuple[Place, Page, Lateness]], faults: dict[int, str]) -> Sample:
         owners = {kept.pid for kept in self._kept.values()}
-        for place, _ in found:
+        for place, _, _ in found:
             kept = self._kept[place]
             # Whoever merely reads pages, as this command does, has them open too, and belongs to no job.
             kept.keepers = tuple(pid for pid in kept.holders if pid in owners)
@@ -160,15 +163,17 @@ class Sampler:
             marks = {*kept.keepers, *(memory.place for memory in own if not memory.is_page)}
             # A process that has ended has nothing any more, and still belongs to its job.
             kept.marks = marks or kept.marks
-        jobs = jobs_of([(place, self._kept[place].marks) for place, _ in found])
+        jobs = jobs_of([(place, self._kept[place].marks) for place, _, _ in found])
         now_ns = time.monotonic_ns()
         seen = []
-        for place, page in found:
+        for place, page, lateness in found:
             kept = self._kept[place]
             process = look_at(kept.pid) if kept.pid is not None else None
             if process is not None and process.start_ticks != page.start_ticks:
                 process = None  # another one has the number now
-            seen.append(Seen(page, kept.pid, process, kept.keepers, jobs[place], self._shift_ns(page)))
+            seen.append(
+                Seen(page, kept.pid, process, kept.keepers, jobs[place], self._shift_ns(page), lateness)
+            )
             self._forget(place, kept, seen[-1].has_ended)
         seen.sort(key=lambda each: (each.job, each.page.rank is None, each.page.rank or 0, each.page.pid))
         rings = read_rings((each.page, None if each.has_ended else each.pid) for each in seen)

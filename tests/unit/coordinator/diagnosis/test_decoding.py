@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from coordinator.diagnosis.decoding import decode_page
+from coordinator.diagnosis.decoding import decode_lateness, decode_page
 from coordinator.diagnosis.model import Page
 from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError
@@ -66,6 +66,32 @@ def test_the_newest_calls_are_found_where_the_ring_has_wrapped(page: OwnPage) ->
     assert [record.number for record in newest] == list(range(4991, 5001))
 
 
+def test_lateness_is_what_the_records_say(page: OwnPage) -> None:
+    """For the newest calls of each plane, also where the group of a lane is another one by now."""
+    copy = bytearray(copy_of(page))
+    table = TABLES["records"]
+    at = {
+        name: sum(struct.calcsize("<" + field.form) for field in list(table.fields.values())[:place])
+        for place, name in enumerate(table.fields)
+    }
+    for place in range(120):
+        row = table.offset + place * table.nbytes
+        struct.pack_into("<H", copy, row + at["last"], place % 4 if place % 3 else layout.NOBODY)
+        struct.pack_into("<I", copy, row + at["late_ns"], place)
+    # A call that began before its group was made belongs to an earlier group.
+    struct.pack_into("<Q", copy, table.offset + 119 * table.nbytes + at["begin"], 1)
+    said = decode_page(bytes(copy))
+    for newest in (0, 7, 120, 4096):
+        found = decode_lateness(bytes(copy), said, newest)
+        expected: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
+        for record in reversed(said.records):
+            if record.last is not None and record.index > 120 - newest:
+                key = record.group, record.epoch, record.plane
+                expected.setdefault(key, []).append((record.last, record.late_ns))
+        assert found == expected
+        assert len(said.records) == 119
+
+
 def mutated(copy: bytes, random_: random.Random) -> bytearray:
     """Return the page with some changed words; most of them where the page is in use."""
     changed = bytearray(copy)
@@ -93,11 +119,13 @@ def test_a_hostile_page_is_refused_or_decoded(page: OwnPage, mutations: int) -> 
     refused = 0
     for _ in range(mutations):
         try:
-            said = decode_page(bytes(mutated(copy, random_)), newest=8)
+            changed = mutated(copy, random_)
+            said = decode_page(bytes(changed), newest=8)
         except DecodeError:
             refused += 1
             continue
         assert msgspec.json.decode(msgspec.json.encode(said), type=Page) == said
+        decode_lateness(bytes(changed), said, 8)
     # Both happen: the mutations neither spare the page nor make every one of them worthless.
     assert mutations / 20 < refused < mutations * 0.95
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.diagnosis.model import Counters, Group, Lane, Page, Queue, Record
+from coordinator.diagnosis.model import Counters, Group, Lane, Page, Queue
 from coordinator.diagnosis.processes import Process
 from coordinator.diagnosis.queues import Reader, Ring
 from coordinator.diagnosis.top.activity import activity_of
@@ -265,21 +265,16 @@ def test_rates_are_differences_of_two_samples() -> None:
 
 def test_lateness_is_that_of_the_newest_calls_to_which_the_rank_came_last() -> None:
     """Calls whose last rank is unknown, and those of other planes, tell nothing."""
-
-    def record(last: int | None, late_ns: int, plane: str = "shared") -> Record:
-        values: dict[str, Any] = dict.fromkeys(Record.__struct_fields__, 0)
-        named = {"group": "tp:0", "plane": plane, "last": last, "late_ns": late_ns, "outcome": "done"}
-        return Record(**{**values, **named, "algorithm": "", "call": "all_reduce", "root": None})
-
-    records = (
-        *(record(0, late_ns) for late_ns in (10, 30, 20)),
-        record(1, 500),
-        record(None, 0),
-        record(0, 999, "host"),
-    )
-    (row,) = rows_of(None, sample(page(104, group(0, lane()), records=records)))
+    said = page(104, group(0, lane()))
+    told = {
+        ("tp:0", 0, "shared"): [(0, 10), (0, 30), (0, 20), (1, 500)],
+        ("tp:0", 0, "host"): [(0, 999)],
+        ("tp:0", 1, "shared"): [(0, 999)],
+    }
+    looked = Sample(NOW_NS, (seen(said, process(), lateness=told),), (), (), {})
+    (row,) = rows_of(None, looked)
     assert (row.last_share, row.late_ns) == (0.75, 20.0)
-    (row,) = rows_of(None, sample(page(104, group(0, lane()))))
+    (row,) = rows_of(None, sample(said))
     assert (row.last_share, row.late_ns) == (None, None)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from coordinator.diagnosis.decoding import decode_page
+from coordinator.diagnosis.decoding import decode_lateness, decode_page
 from coordinator.diagnosis.processes import Process
 from coordinator.diagnosis.queues import Reader, Ring
 from coordinator.diagnosis.top.quantities import in_bytes, in_number, in_seconds
@@ -230,10 +230,18 @@ def test_a_hostile_page_never_ends_top(mutations: int) -> None:
             at = table.offset + place * table.nbytes + random_.randrange(0, min(table.nbytes, 256) - 8, 4)
             changed[at : at + 8] = random_.choice((random_.randbytes(8), b"\0" * 8, b"\xff" * 8))
         try:
-            said = decode_page(bytes(changed), newest=8)
+            said = decode_page(bytes(changed), records=False)
         except DecodeError:
             continue
-        seen = Seen(said, 1, process if number % 2 else None, (1,), 0, random_.choice((0, -(10**12), 10**12)))
+        seen = Seen(
+            said,
+            1,
+            process if number % 2 else None,
+            (1,),
+            0,
+            random_.choice((0, -(10**12), 10**12)),
+            decode_lateness(bytes(changed), said, 8),
+        )
         now = Sample(NOW_NS + number, (seen,), (), (), {})
         assert all(line.isprintable() for line in text_screen(now, rows_of(before, now)).splitlines())
         before, shown = now, shown + 1

@@ -6,9 +6,10 @@ hosts: numbers of calls, which count from a group's creation, tell who is behind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from coordinator.diagnosis.blame.deaths import deaths
 from coordinator.diagnosis.blame.divergence import first_divergence
 from coordinator.diagnosis.blame.evidence import Evidence, Failure
 from coordinator.diagnosis.blame.members import GroupKey, Job, Node, key_of, operation_of
@@ -33,20 +34,23 @@ def judge(evidence: Evidence) -> Verdict:
     """Return who is at fault, and what was not seen."""
     job = Job(evidence)
     graph = WaitGraph(job)
-    rules: tuple[Callable[[Job, WaitGraph], Iterator[Finding]], ...] = (
-        *(_dead, _divergent, _circles, _root_causes, _behind, _stalled, _stragglers),
+    causes, others = deaths(job, graph)
+    rules: tuple[Callable[[], Iterator[Finding]], ...] = (
+        lambda: _dead(job, graph, causes),
+        lambda: _divergent(job),
+        lambda: _circles(job, graph),
+        lambda: _root_causes(job, graph),
+        lambda: _behind(job),
+        lambda: _stalled(job, graph),
+        lambda: _stragglers(job),
     )
     found: list[Finding] = []
-    consequences: list[Finding] = []
     for rule in rules:
-        # Who died of an error that another rule explains is no cause, and is told behind it.
-        for finding in rule(job, graph):
-            (consequences if finding.rule == "dead" and _is_consequence(job, finding) else found).append(
-                finding
-            )
+        found += rule()
         if found:
             break
-    found += consequences
+    # Who has ended for another reason, or where nobody misses it, is told behind the cause.
+    found += _dead(job, graph, others)
     groups = sorted({group.name for group in job.groups.values()})
     processes = f"{len(job.processes)} process{'es' * (len(job.processes) != 1)}"
     return Verdict(
@@ -65,51 +69,15 @@ def _broken(job: Job) -> Iterator[str]:
                 yield f"{job.name(node)}: {group.cause}"
 
 
-def _dead(job: Job, graph: WaitGraph) -> Iterator[Finding]:
-    """Name who has died or was interrupted, as the others saw when their group broke."""
-    gone: dict[Node, list[str]] = {}
-    for node, process in enumerate(job.processes):
-        if process.state == "dead" and not _has_left_all(job, node):
-            gone.setdefault(node, [])
-    for node, process in enumerate(job.processes):
-        for name, states in process.others.items():
-            group = next((each for each in process.page.groups if each.name == name), None)
-            for place, state in states.items():
-                other = job.member(group, place) if group is not None else None
-                if state == "dead" and group is not None and other is not None:
-                    theirs = job.group_of(other, key_of(group))
-                    if theirs is None or theirs.state != "left":
-                        gone.setdefault(other, []).append(f"{job.name(node)} saw that its process had ended")
-    for node, failure in job.failures():
-        if failure.kind in ("lost", "interrupted"):
-            for other in job.at_fault(failure, node):
-                gone.setdefault(other, []).append(
-                    f"{job.name(node)}: {failure.group!r} broke in {failure.operation}: {failure.detail}"
-                )
-    for rank, why in job.ended.items():
-        gone.setdefault(-1 - rank, []).append(why)
-    if gone:
-        details = [line for node in sorted(gone) for line in dict.fromkeys(gone[node])]
-        yield _finding(job, "dead", sorted(gone), _broken_call(job) or _call_to(graph, gone), details)
+def _dead(job: Job, graph: WaitGraph, nodes: Mapping[Node, Sequence[str]]) -> Iterator[Finding]:
+    """Name who has died."""
+    if nodes:
+        details = [line for node in sorted(nodes) for line in nodes[node]]
+        yield _finding(job, "dead", sorted(nodes), _broken_call(job) or _call_to(graph, nodes), details)
 
 
-def _has_left_all(job: Job, node: Node) -> bool:
-    return all(group.state in ("left", "free") for group in job.processes[node].page.groups)
-
-
-def _is_consequence(job: Job, finding: Finding) -> bool:
-    """Return whether all who died had seen a failure, or a disagreement, before."""
-    nodes = [node for node, process in enumerate(job.processes) if process.page.rank in finding.ranks]
-    return bool(nodes) and all(
-        any(group.state == "broken" for group in job.processes[node].page.groups)
-        or any(position.outcome == "disagreed" for position in job.positions[node].values())
-        for node in nodes
-    )
-
-
-def _divergent(job: Job, graph: WaitGraph) -> Iterator[Finding]:
+def _divergent(job: Job) -> Iterator[Finding]:
     """Name who made the first call that differs, unless the ranks went on together."""
-    del graph
     found = first_divergence(job)
     if found is None or found.is_past:
         return
@@ -182,9 +150,8 @@ def _lags(job: Job, nodes: Sequence[Node]) -> Iterator[str]:
                 )
 
 
-def _behind(job: Job, graph: WaitGraph) -> Iterator[Finding]:
+def _behind(job: Job) -> Iterator[Finding]:
     """Name who had not come to the call in which a group timed out, as its ranks have agreed."""
-    del graph
     for node, failure in job.failures():
         if failure.kind not in ("timeout", "left", "failed"):
             continue
@@ -273,9 +240,8 @@ def _timed_out_together(job: Job, key: GroupKey) -> bool:
     return False
 
 
-def _stragglers(job: Job, graph: WaitGraph) -> Iterator[Finding]:
+def _stragglers(job: Job) -> Iterator[Finding]:
     """Name who comes last to most calls of a group, if the others lose much of their time by that."""
-    del graph
     named: set[tuple[str, str, Node]] = set()
     for process in job.processes:
         groups = {(group.name, group.epoch): group for group in process.page.groups}

@@ -12,7 +12,7 @@ Rule = Literal["dead", "divergent", "order", "root cause", "behind", "stalled", 
 """Why somebody is named, in the order in which the rules are asked."""
 
 _TITLES = {
-    "dead": "A process died",
+    "dead": "A process died, or was interrupted",
     "divergent": "The ranks made different calls",
     "order": "Ranks wait for each other in a circle",
     "root cause": "The others wait for a rank that does not come",

@@ -106,6 +106,17 @@ def test_the_dead_come_first() -> None:
         assert "rank 0 saw that its process had ended" in found.details
 
 
+def test_who_was_interrupted_is_named_though_its_own_group_broke_by_that() -> None:
+    """Ctrl-C on rank 2 breaks the group on all ranks, on rank 2 first."""
+    ranks = job("barrier")
+    for rank in ranks:
+        rank.enter("tp:0", "all_reduce").end("tp:0", "failed").group("tp:0", RANKS, "broken")
+    stop = Failure("tp:0", "interrupted", (2,), 2, "all_reduce #2", detail="2 (KeyboardInterrupt)")
+    found = first(*(rank.process(failures=(stop,)) for rank in ranks))
+    assert (found.rule, found.ranks, found.number) == ("dead", (2,), 2)
+    assert "rank 2: 'tp:0' broke in all_reduce #2: 2 (KeyboardInterrupt)" in found.details
+
+
 def test_who_has_left_before_it_ended_is_not_dead() -> None:
     """A process that destroyed the group and exited is no victim of a kill."""
     ranks = job("barrier")
@@ -229,6 +240,21 @@ def test_who_has_given_up_and_ended_still_tells_for_whom_it_waited() -> None:
         ("root cause", (3,)),
         ("dead", (0, 1, 2)),
     ]
+
+
+def test_who_has_ended_where_nobody_misses_it_is_no_cause() -> None:
+    """Two ranks have done their work and exited without a word; the others wait for one that sleeps."""
+    ranks = job("barrier")
+    for rank in ranks[1:]:
+        rank.group("dp:0", (1, 2, 3))
+    ranks[1].enter("dp:0", "all_reduce")
+    ranks[2].enter("dp:0", "all_reduce")
+    processes = [rank.process(state="dead" if rank.rank == 0 else "alive") for rank in ranks]
+    verdict = judge(Evidence(tuple(processes)))
+    assert [(found.rule, found.ranks) for found in verdict.findings] == [("root cause", (3,)), ("dead", (0,))]
+    # If nobody else can be named, it is told.
+    alone = judge(Evidence((job("barrier")[0].process(state="dead"), job("barrier")[1].process())))
+    assert [(found.rule, found.ranks) for found in alone.findings] == [("dead", (0,))]
 
 
 @pytest.mark.parametrize("call", ["send", "recv"])

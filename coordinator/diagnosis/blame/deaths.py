@@ -1,0 +1,75 @@
+"""Find who has died, and whether that is why others wait or have failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from coordinator.diagnosis.blame.members import Job, Node, key_of
+from coordinator.diagnosis.blame.wait_graph import WaitGraph
+
+__all__ = ["deaths"]
+
+Reasons = Mapping[Node, Sequence[str]]
+
+
+def deaths(job: Job, graph: WaitGraph) -> tuple[Reasons, Reasons]:
+    """Return who has died or was interrupted, and how that is known: those whom others miss, and the rest.
+
+    The rest died of a failure that they had seen themselves, or outside of calls, where nobody waits for them.
+    """
+    missed = _missed(job)
+    dead: dict[Node, list[str]] = {node: list(dict.fromkeys(lines)) for node, lines in missed.items()}
+    for node, process in enumerate(job.processes):
+        if process.state == "dead" and not _has_left_all(job, node):
+            dead.setdefault(node, [])
+    waited_for = {edge.target for edges in graph.edges.values() for edge in edges}
+    # Its own interruption is the failure that an interrupted rank has seen.
+    interrupted = {
+        other
+        for node, failure in job.failures()
+        if failure.kind == "interrupted"
+        for other in job.at_fault(failure, node)
+    }
+    causes = {
+        node: lines
+        for node, lines in dead.items()
+        if (node in interrupted or not _has_seen_failure(job, node))
+        and (node in missed or node in waited_for or not job.is_outside(node))
+    }
+    return causes, {node: lines for node, lines in dead.items() if node not in causes}
+
+
+def _missed(job: Job) -> dict[Node, list[str]]:
+    """Return whom others have found dead or interrupted when a group broke, or of whom nothing is left."""
+    found: dict[Node, list[str]] = {}
+    for node, process in enumerate(job.processes):
+        for name, states in process.others.items():
+            group = next((each for each in process.page.groups if each.name == name), None)
+            if group is None:
+                continue
+            for place in (place for place, state in states.items() if state == "dead"):
+                other = job.member(group, place)
+                theirs = job.group_of(other, key_of(group))
+                if theirs is None or theirs.state != "left":
+                    found.setdefault(other, []).append(f"{job.name(node)} saw that its process had ended")
+    for node, failure in job.failures():
+        if failure.kind in ("lost", "interrupted"):
+            for other in job.at_fault(failure, node):
+                found.setdefault(other, []).append(
+                    f"{job.name(node)}: {failure.group!r} broke in {failure.operation}: {failure.detail}"
+                )
+    for rank, why in job.ended.items():
+        found.setdefault(-1 - rank, []).append(why)
+    return found
+
+
+def _has_left_all(job: Job, node: Node) -> bool:
+    return all(group.state in ("left", "free") for group in job.processes[node].page.groups)
+
+
+def _has_seen_failure(job: Job, node: Node) -> bool:
+    """Return whether a group of a process had broken, or its last call was refused, before it ended."""
+    return node >= 0 and (
+        any(group.state == "broken" for group in job.processes[node].page.groups)
+        or any(position.outcome == "disagreed" for position in job.positions[node].values())
+    )

@@ -284,7 +284,7 @@ def _inflight(live: Iterable[Page]) -> dict[Key, float]:
             for lane in group.lanes:
                 if lane.state != "idle" and lane.call:
                     key = _key(page, group, lane, lane.call)
-                    found[key] = max(found.get(key, 0.0), (now_ns - lane.begin_ns) / 1e9)
+                    found[key] = max(found.get(key, 0.0), (now_ns - lane.begin_ns) / 1e9, 0.0)
     return found
 
 

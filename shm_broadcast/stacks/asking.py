@@ -32,6 +32,10 @@ WITHIN_S: Final = 0.5
 TEXT_BYTES: Final = 32 << 10
 """How much of a process's text is read. The frames come first that were called last."""
 
+# Nobody is asked with less room than this, so that no write of the handler fails and no text is cut there. A stack of
+# 100 frames takes about 10 KB.
+_ROOM_BYTES: Final = 128 << 10
+
 # How often it looks whether a text is complete. Most are written within a millisecond.
 _LOOK_S: Final = 0.002
 
@@ -207,7 +211,7 @@ class _Question:
                 f"its page says that signal {self._number} asks for stacks, but nothing handles it"
             )
         start = self._position()
-        if start >= min(self._most, NBYTES):
+        if start >= min(self._most, NBYTES - _ROOM_BYTES):
             raise _NoAnswerError(
                 f"earlier stacks fill {start} of {NBYTES} bytes; its next group empties that memory again"
             )

@@ -9,14 +9,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+from coordinator.cli import main
 from coordinator.diagnosis.blame.analysis import judge
 from coordinator.diagnosis.blame.live import look_at_jobs
 from coordinator.diagnosis.blame.recorded import read_run, run_folders
 from coordinator.diagnosis.blame.verdict import Finding, Verdict
+from coordinator.parallel_state import destroy_distributed_environment, get_world_group
 from shm_broadcast.errors import UsageError
 from tests.harness import run_ranks
 from tests.planted_faults import FAULTS, RANKS, Fault, suffer
+from tests.waiting import wait_until
+from tests.worlds import join_world, meet, run_at
 
 # A look counts as a wait what goes on for this long.
 WAITING_S = 0.3
@@ -87,3 +92,49 @@ def test_the_right_rank_and_call_are_named_each_of_twenty_times(name: str, tmp_p
     """Each planted fault twenty times."""
     for number in range(20):
         plant(name, tmp_path / f"record-{number}")
+
+
+APART = [
+    "sleep",
+    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("missed call", "late rank", "p2p cycle")),
+]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_the_right_rank_is_named_where_no_two_ranks_share_memory(name: str, tmp_path: Path) -> None:
+    """Ranks that pretend to be on four hosts call over Gloo, which compares no calls."""
+    record = tmp_path / "record"
+    (tmp_path / "record-looked").touch()
+    places = [f"host {rank}" for rank in range(RANKS)]
+    run_ranks(run_at, RANKS, places, suffer.__module__, suffer.__name__, name, str(record))
+    verdict = judge(read_run(run_folders([record])))
+    fault = FAULTS[name]
+    assert verdict.findings[0].ranks == fault.ranks, verdict.text()
+    assert verdict.findings[0].call in (fault.call, "all_reduce"), verdict.text()
+
+
+def work(rank: int, world_size: int, directory: Path, stop: str, is_idle: bool) -> None:
+    """Make calls, or none, until `stop` is there."""
+    join_world(rank, world_size, directory)
+    group = get_world_group()
+    if is_idle:
+        wait_until(Path(stop).exists, "the end")
+    # All ranks stop behind the same call.
+    while not is_idle and not group.all_gather_object(Path(stop).exists())[0]:
+        group.all_reduce(torch.ones(16))
+    meet(rank, range(world_size), directory, "done")
+    destroy_distributed_environment()
+
+
+@pytest.mark.parametrize("is_idle", [False, True], ids=["busy", "idle"])
+def test_nobody_is_named_in_a_job_that_runs(is_idle: bool, tmp_path: Path) -> None:
+    """The command exits with 0, however often it looks."""
+    statuses: list[int] = []
+
+    def while_running(pids: Sequence[int]) -> None:
+        wait_until(lambda: main(["blame", "--live", "--pid", str(pids[0])]) != 1, "a page")
+        statuses.extend(main(["blame", "--live", "--pid", str(pids[0])]) for _ in range(3))
+        (tmp_path / "stop").touch()
+
+    run_ranks(work, RANKS, str(tmp_path / "stop"), is_idle, while_running=while_running)
+    assert statuses == [0, 0, 0]

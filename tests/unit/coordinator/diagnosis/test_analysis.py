@@ -257,6 +257,24 @@ def test_who_has_ended_where_nobody_misses_it_is_no_cause() -> None:
     assert [(found.rule, found.ranks) for found in alone.findings] == [("dead", (0,))]
 
 
+def test_a_wait_for_a_queued_call_is_one_of_its_plane() -> None:
+    """Calls on a device end when they are queued; a rank that waits for the third waits for who has queued two."""
+    ranks = job()
+    for rank in ranks:
+        rank.calls("tp:0", *["all_reduce"] * (2 if rank.rank == 1 else 4), plane="nccl", algorithm="NCCL")
+    ranks[0].enter("tp:0", "all_reduce", plane="nccl waits", number=3, algorithm="waiting")
+    found = first(*(rank.process() for rank in ranks))
+    assert (found.rule, found.ranks, found.plane, found.number) == ("root cause", (1,), "nccl", 3)
+
+
+def test_a_call_that_has_begun_only_just_is_no_wait() -> None:
+    """Its rank waits for nobody yet."""
+    ranks = job("barrier")
+    ranks[0].enter("tp:0", "all_reduce")
+    settling = ranks[0].process(settling=frozenset({("tp:0", 0)}))
+    assert judge(Evidence((settling, *(rank.process() for rank in ranks[1:])))).findings == ()
+
+
 @pytest.mark.parametrize("call", ["send", "recv"])
 def test_two_that_both_send_or_both_receive_are_a_circle(call: str) -> None:
     """Nobody takes what the other waits to send, or sends what it waits for."""

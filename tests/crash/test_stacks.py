@@ -14,8 +14,9 @@ import torch
 
 from coordinator import CommTimeoutError, GroupCoordinator, UsageError
 from shm_broadcast.errors import CommError
+from shm_broadcast.stacks.asking import ask
 from shm_broadcast.stacks.offered import DEFAULT_SIGNAL, handles, offer_stacks, offered_signal
-from tests.asked import write_once
+from tests.asked import identity_of, write_once
 from tests.harness import RankPool, run_ranks
 from tests.queue_ranks import Marks, offer, take
 from tests.waiting import wait_until
@@ -287,34 +288,31 @@ def test_the_signal_does_not_change_how_a_call_ends(ranks2: RankPool, apart: boo
 
 
 def asked_while_threads_run(rank: int, world_size: int, directory: Path, seconds: float) -> int:
-    """Rank 1 runs functions in three threads, and makes new ones, while rank 0 has it write its stacks."""
+    """Rank 1 runs functions in three threads, and makes new ones, while rank 0 asks for its stacks."""
+    marks, count = Marks(directory), 0
     with world(rank, world_size, directory) as group:
         pids = group.all_gather_object(os.getpid())
-        end, count = time.monotonic() + seconds, 0
-        threads = [threading.Thread(target=make_functions, args=(end,)) for _ in range(3 * rank)]
-        for thread in threads:
-            thread.start()
-        while rank == 0 and time.monotonic() < end:
-            write_once(pids[1])
-            count += 1
-            # What the signals of a second have filled is emptied by a group.
-            if count % 50 == 0:
-                (directory / "full").touch()
-                wait_until(lambda: not (directory / "full").exists(), "the room")
-        while rank == 1 and time.monotonic() < end + 0.5:
-            if (directory / "full").exists():
-                offer_stacks(DEFAULT_SIGNAL)
-                (directory / "full").unlink()
-            time.sleep(0.001)
-        for thread in threads:
-            thread.join()
+        if rank == 0:
+            end, asked = time.monotonic() + seconds, {1: identity_of(pids[1])}
+            while time.monotonic() < end:
+                count += "most recent call" in ask(asked)[1]
+            marks.mark("end")
+        else:
+            threads = [threading.Thread(target=make_functions, args=(marks,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            while not marks.has("end"):
+                offer_stacks(DEFAULT_SIGNAL)  # as the next group does, so that there is room
+                time.sleep(0.01)
+            for thread in threads:
+                thread.join()
         group.barrier()
         return count
 
 
-def make_functions(end: float) -> None:
+def make_functions(marks: Marks) -> None:
     number = 0
-    while time.monotonic() < end:
+    while number % 100 or not marks.has("end"):
         number += 1
         space: dict[str, Any] = {}
         exec(f"def made(depth):\n    return made(depth - 1) if depth else {number}", space)

@@ -21,7 +21,7 @@ from tests.trace_format import check_trace
 
 pytestmark = requires("network_namespaces")
 
-CALLS = 100
+CALLS = 30
 HOUR_NS = 3600 * 10**9
 
 

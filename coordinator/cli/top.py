@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from coordinator.diagnosis.top.late_ranks import LateRanks
 from coordinator.diagnosis.top.rows import Row, rows_of
 from coordinator.diagnosis.top.sampling import Sample, Sampler, of_process
-from coordinator.diagnosis.top.screen import rich_screen, text_screen
+from coordinator.diagnosis.top.screen import text_screen
 
 __all__ = ["show_top"]
 
@@ -99,6 +99,8 @@ def _show_live(sampler: Sampler, pid: int | None, interval_s: float) -> None:
     """Show a screen until `q` is pressed."""
     from rich.console import Console
     from rich.live import Live
+
+    from coordinator.diagnosis.top.rich_adapter import rich_screen
 
     console = Console()
     hint = f"every {interval_s:g} s, q ends"

@@ -21,6 +21,7 @@ from device_comm.cpu.channel_ends import LeftError, Undecodable, raise_left
 from device_comm.cpu.channel_receiver import ChannelReceiver, Receiving, ReceivingAll
 from device_comm.cpu.channel_sender import ChannelSender, Sending, Writing
 from device_comm.cpu.receiving_any import ReceivingAny
+from device_comm.cpu.shown_channels import ShownChannels
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation, Pollable
 from device_comm.works import WaiterThreads
@@ -30,7 +31,6 @@ from shm_broadcast.errors import CapabilityError, CommError, InternalError, Usag
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.layout import segment_bytes
 from shm_broadcast.segment import Segment
-from shm_broadcast.status.page import own_page
 
 # Bytes of records in a channel. A message of up to half of it is owned by the channel at once; a longer one streams
 # through. It stays in the second-level caches, so what passes is read before it gets to memory.
@@ -120,9 +120,7 @@ class Channels:
         # handler that runs in such a call cannot make another one of the same channel.
         self._waits: dict[int, tuple[ChannelReceiver, ...]] = {}
         self._opening: set[tuple[int, int]] = set()
-        # The ends that the status page shows, by their places in it.
-        self._page = own_page()
-        self._shown: list[int | None] = []
+        self._shown = ShownChannels(segment, health, rank_in_group)
         # Held while channels are opened or all are closed; a wait for one may break the group, which closes all.
         self._lock = threading.RLock()
         self.is_closed: bool = False
@@ -452,13 +450,13 @@ class Channels:
                 self._opening.add(pair)
                 memory = self._open(pair, peer, name)
                 end = kind(self, memory, self._health.ranks[peer], self._bells[pair[1]])
-                self._show(pair)
+                self._shown.show(*pair, self._place(*pair))
                 # A signal handler may have closed all channels. From the look to the storing nothing is called.
                 if not self.is_closed:
                     ends[peer] = end
                     return end
                 end.close()
-                self._hide()
+                self._shown.hide()
                 raise_left()
             except Exception as error:
                 if not self.is_closed or isinstance(error, CommError) or raised_by_handler(error):
@@ -467,17 +465,6 @@ class Channels:
                 raise self._left("host", name, "with", [peer], error) from error
             finally:
                 self._opening.discard(pair)
-
-    def _show(self, pair: tuple[int, int]) -> None:
-        """Show this rank's end of the channel of `pair` in the status page."""
-        src, dst = (self._health.ranks[place] for place in pair)
-        name = f"{self._health.name} {src} to {dst}"
-        reader = -1 if pair[0] == self._rank else 0
-        self._shown.append(self._page.add_queue(name, self._segment, self._place(*pair), reader))
-
-    def _hide(self) -> None:
-        while self._shown:
-            self._page.remove_queue(self._shown.pop())
 
     def _open_if_made(self, peer: int) -> ChannelReceiver | None:
         # The lock is taken only for a channel that is there. A thread that opens one may be in a signal handler, which
@@ -562,7 +549,7 @@ class Channels:
 
     def _leave(self) -> None:
         _core.channel_leave(self._table, self._world_size, self._rank)
-        self._hide()
+        self._shown.hide()
         for sender in self._senders.values():
             sender.close()
         for receiver in self._receivers.values():

@@ -1,38 +1,40 @@
-"""Lay out rows as text of at most 120 columns, and as a table of rich where that is installed."""
+"""Lay out rows as text of at most 120 columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from coordinator.diagnosis.queues import Reader, Ring
 from coordinator.diagnosis.top.quantities import in_bytes, in_number, in_seconds
 from coordinator.diagnosis.top.rows import Row
 from coordinator.diagnosis.top.sampling import Sample
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-__all__ = ["WIDTH", "Table", "rich_screen", "tables_of", "text_screen"]
+__all__ = [
+    "BETWEEN",
+    "WIDTH",
+    "Column",
+    "Table",
+    "head_of",
+    "line_of",
+    "notes_of",
+    "tables_of",
+    "text_screen",
+]
 
 WIDTH: Final = 120
-_BETWEEN: Final = " "
-_STYLES: Final = {
-    "title": "bold",
-    "dead": "bold red",
-    "broken": "bold red",
-    "stopped": "bold yellow",
-    "torn": "bold red",
-    "waiting": "cyan",
-    "computing": "green",
-    "running": "green",
-    "loading": "blue",
-    "idle": "dim",
-    "elsewhere": "dim",
-}
+BETWEEN: Final = " "
 
 
-class _Column(NamedTuple):
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        title: Its title.
+        width: Its width in characters.
+        is_number: Whether its cells are aligned to the right.
+    """
+
     title: str
     width: int
     is_number: bool = False
@@ -47,33 +49,33 @@ class Table(NamedTuple):
             cell, which is the title of the rows below.
     """
 
-    columns: tuple[_Column, ...]
+    columns: tuple[Column, ...]
     rows: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 _RANKS: Final = (
-    _Column("group and plane", 19),
-    _Column("rank", 4, is_number=True),
-    _Column("pid", 7, is_number=True),
-    _Column("state", 9),
-    _Column("call", 18),
-    _Column("since", 6, is_number=True),
-    _Column("waits for, or does", 19),
-    _Column("calls/s", 7, is_number=True),
-    _Column("B/s", 5, is_number=True),
-    _Column("last", 5, is_number=True),
-    _Column("late", 6, is_number=True),
-    _Column("wait", 4, is_number=True),
+    Column("group and plane", 19),
+    Column("rank", 4, is_number=True),
+    Column("pid", 7, is_number=True),
+    Column("state", 9),
+    Column("call", 18),
+    Column("since", 6, is_number=True),
+    Column("waits for, or does", 19),
+    Column("calls/s", 7, is_number=True),
+    Column("B/s", 5, is_number=True),
+    Column("last", 5, is_number=True),
+    Column("late", 6, is_number=True),
+    Column("wait", 4, is_number=True),
 )
 _RINGS: Final = (
-    _Column("queue or channel", 28),
-    _Column("writer", 8, is_number=True),
-    _Column("reader", 8, is_number=True),
-    _Column("messages", 8, is_number=True),
-    _Column("behind", 8, is_number=True),
-    _Column("bytes", 8, is_number=True),
-    _Column("since", 7, is_number=True),
-    _Column("who waits", 36),
+    Column("queue or channel", 28),
+    Column("writer", 8, is_number=True),
+    Column("reader", 8, is_number=True),
+    Column("messages", 8, is_number=True),
+    Column("behind", 8, is_number=True),
+    Column("bytes", 8, is_number=True),
+    Column("since", 7, is_number=True),
+    Column("who waits", 36),
 )
 
 
@@ -190,7 +192,8 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _head(sample: Sample, rows: Sequence[Row]) -> str:
+def head_of(sample: Sample, rows: Sequence[Row]) -> str:
+    """Return the first line."""
     jobs = len({seen.job for seen in sample.seen})
     parts = [f"{len(sample.seen)} process{'' if len(sample.seen) == 1 else 'es'} with a status page"]
     if jobs > 1:
@@ -202,7 +205,7 @@ def _head(sample: Sample, rows: Sequence[Row]) -> str:
     return ", ".join(parts)
 
 
-def _notes(sample: Sample, rows: Sequence[Row]) -> list[tuple[str, str]]:
+def notes_of(sample: Sample, rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Return what is too long for a cell: why groups are broken, who is late, and which pages make no sense."""
     notes = {
         ("broken", f"{row.group} broken on rank {row.rank}: {row.cause}"): None for row in rows if row.cause
@@ -222,64 +225,21 @@ def _notes(sample: Sample, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def text_screen(sample: Sample, rows: Sequence[Row]) -> str:
     """Return all as plain text, with lines of at most 120 columns but for the notes."""
-    lines = [_head(sample, rows)]
+    lines = [head_of(sample, rows)]
     for table in tables_of(sample, rows):
         if table.rows:
-            lines += ["", _line(table.columns, tuple(column.title for column in table.columns))]
-            lines += [_line(table.columns, cells) for _, cells in table.rows]
-    notes = [text for _, text in _notes(sample, rows)]
+            lines += ["", line_of(table.columns, tuple(column.title for column in table.columns))]
+            lines += [line_of(table.columns, cells) for _, cells in table.rows]
+    notes = [text for _, text in notes_of(sample, rows)]
     return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 
 
-def _line(columns: Sequence[_Column], cells: Sequence[str]) -> str:
+def line_of(columns: Sequence[Column], cells: Sequence[str]) -> str:
+    """Return a row as text, each cell cut to its column."""
     if len(cells) == 1:
         return _cut(cells[0], WIDTH)
     parts = []
     for column, cell in zip(columns, cells, strict=True):
         text = _cut(cell, column.width)
         parts.append(text.rjust(column.width) if column.is_number else text.ljust(column.width))
-    return _BETWEEN.join(parts).rstrip()
-
-
-def rich_screen(sample: Sample, rows: Sequence[Row], height: int, hint: str) -> RenderableType:
-    """Return all for a terminal of `height` lines, with the last line `hint`; rows without room are counted."""
-    from rich.console import Group
-    from rich.text import Text
-
-    room = max(height - 2, 1)
-    lines: list[RenderableType] = [Text(_head(sample, rows), style="bold", no_wrap=True, overflow="ellipsis")]
-    for table in tables_of(sample, rows):
-        if table.rows:
-            titles = _line(table.columns, tuple(column.title for column in table.columns))
-            lines += [Text(""), Text(titles.ljust(WIDTH), style="reverse", no_wrap=True, overflow="crop")]
-            lines += [_styled(table.columns, state, cells) for state, cells in table.rows]
-    notes = _notes(sample, rows)
-    if notes:
-        lines.append(Text(""))
-        lines += [
-            Text(text, style=_STYLES.get(state, ""), no_wrap=True, overflow="ellipsis")
-            for state, text in notes
-        ]
-    if len(lines) > room:
-        hidden = len(lines) - room
-        lines = lines[:room]
-        hint = f"{hidden} more lines: use a taller terminal, or --pid. {hint}"
-    lines += [Text(""), Text(hint, style="dim", no_wrap=True, overflow="ellipsis")]
-    return Group(*lines[:height])
-
-
-def _styled(columns: Sequence[_Column], state: str, cells: Sequence[str]) -> RenderableType:
-    from rich.text import Text
-
-    line = Text(_line(columns, cells), no_wrap=True, overflow="crop")
-    style = _STYLES.get(state, "")
-    if style in ("dim", "bold", "bold red"):
-        line.stylize(style)
-    elif style:
-        # The state alone has the colour, where there is a column of states.
-        at = 0
-        for column in columns:
-            if column.title in ("state", "who waits"):
-                line.stylize(style, at, at + column.width)
-            at += column.width + len(_BETWEEN)
-    return line
+    return BETWEEN.join(parts).rstrip()

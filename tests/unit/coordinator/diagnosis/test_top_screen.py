@@ -10,9 +10,10 @@ from coordinator.diagnosis.decoding import decode_lateness, decode_page
 from coordinator.diagnosis.processes import Process
 from coordinator.diagnosis.queues import Reader, Ring
 from coordinator.diagnosis.top.quantities import in_bytes, in_number, in_seconds
+from coordinator.diagnosis.top.rich_adapter import rich_screen
 from coordinator.diagnosis.top.rows import Row, rows_of
 from coordinator.diagnosis.top.sampling import Sample, Seen
-from coordinator.diagnosis.top.screen import WIDTH, rich_screen, text_screen
+from coordinator.diagnosis.top.screen import WIDTH, text_screen
 from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.status.kinds import kind_of

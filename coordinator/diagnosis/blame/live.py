@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from coordinator.diagnosis.blame.evidence import Evidence, Process, ProcessState
-from coordinator.diagnosis.blame.members import is_shared, key_of
-from coordinator.diagnosis.model import Lane, Page
+from coordinator.diagnosis.blame.members import key_of
+from coordinator.diagnosis.model import Lane
 from coordinator.diagnosis.top.sampling import Sample, Sampler, Seen
 from shm_broadcast.errors import UsageError
 from shm_broadcast.status.layout import TABLES
 
-__all__ = ["look_at_jobs"]
+__all__ = ["evidence_of", "jobs_of", "look_at_jobs"]
 
 # Readers and writers of queues count as waiting only if they were in both looks.
 _APART_S = 0.2
@@ -30,28 +30,53 @@ def look_at_jobs(pids: Iterable[int], waiting_s: float) -> tuple[Evidence, ...]:
     Raises:
         UsageError: None of them has a group and a page that can be read.
     """
-    sampler = Sampler(TABLES["records"].number)
+    sampler = Sampler()
     try:
-        before = sampler.sample()
+        before = sampler.sample(newest=0)
         time.sleep(_APART_S)
-        now = sampler.sample()
+        now = sampler.sample(newest=TABLES["records"].number)
     finally:
         sampler.close()
     wanted = set(pids)
-    jobs = {
-        each.job
-        for each in now.seen
-        if each.page.groups and (not wanted or {each.pid, each.page.pid} & wanted)
-    }
+    jobs = [
+        job
+        for job in jobs_of(now.seen)
+        if not wanted or any({each.pid, each.page.pid} & wanted for each in job)
+    ]
     if not jobs:
         which = f"process {', '.join(map(str, sorted(wanted)))}" if wanted else "process of this host"
         refused = f"; {len(now.refused)} could not be read" if now.refused else ""
         raise UsageError(f"no {which} has a group and a status page{refused}")
-    return tuple(_evidence(before, now, job, waiting_s) for job in sorted(jobs))
+    return tuple(evidence_of(before, now, job, waiting_s) for job in jobs)
 
 
-def _evidence(before: Sample, now: Sample, job: int, waiting_s: float) -> Evidence:
-    seen = [each for each in now.seen if each.job == job and (each.page.groups or each.page.queues)]
+def jobs_of(seen: Iterable[Seen]) -> list[list[Seen]]:
+    """Return the processes with groups, by their jobs.
+
+    The ranks of a group keep each other's pages. Others that have pages open, as whoever reads them does, have no group
+    in common with their owners, and join no jobs.
+    """
+    jobs: list[list[Seen]] = []
+    for each in seen:
+        if each.page.groups:
+            linked = [job for job in jobs if any(_are_linked(each, other) for other in job)]
+            jobs = [job for job in jobs if job not in linked]
+            jobs.append([each, *(other for job in linked for other in job)])
+    for job in jobs:
+        job.sort(key=lambda each: (each.page.rank is None, each.page.rank or 0, each.page.pid))
+    return jobs
+
+
+def _are_linked(one: Seen, other: Seen) -> bool:
+    """Return whether one of two processes keeps the other's page, and they have a group together."""
+    if one.pid not in other.holders and other.pid not in one.holders:
+        return False
+    groups = {key_of(group): group.place for group in one.page.groups}
+    return any(groups.get(key_of(group), group.place) != group.place for group in other.page.groups)
+
+
+def evidence_of(before: Sample, now: Sample, seen: Sequence[Seen], waiting_s: float) -> Evidence:
+    """Return what two looks say of the processes `seen` of one job; see `look_at_jobs`."""
     begun = {
         (each.page.pid, each.page.start_ticks, group.name, index): lane.begin_ns
         for each in before.seen
@@ -108,9 +133,8 @@ def _ended(processes: tuple[Process, ...]) -> dict[int, str]:
     there = {process.page.rank for process in processes}
     for process in processes:
         for group in process.page.groups:
-            if group.state == "left" or not any(is_shared(lane.algorithm) for lane in group.lanes):
-                continue
-            if not _is_whole(process.page, group.world_size):
+            # Memory of these names is that of the whole group, and not of those of its ranks that are on one host.
+            if group.state == "left" or not any(lane.plane.startswith("shared") for lane in group.lanes):
                 continue
             places = {
                 each.place
@@ -124,11 +148,3 @@ def _ended(processes: tuple[Process, ...]) -> dict[int, str]:
                         f"it is a member of {group.name!r} on this host, and no process has its page"
                     )
     return found
-
-
-def _is_whole(page: Page, world_size: int) -> bool:
-    """Return whether all members of a group are on this host: its shared memory is that of the whole group."""
-    return any(
-        group.world_size == world_size and any(lane.plane.startswith("shared") for lane in group.lanes)
-        for group in page.groups
-    )

@@ -129,8 +129,12 @@ class Sampler:
             kept.memory.close()
         self._kept.clear()
 
-    def sample(self) -> Sample:
-        """Look at every page, and search for new ones if it is time."""
+    def sample(self, newest: int = NEWEST) -> Sample:
+        """Look at every page, and search for new ones if it is time.
+
+        Args:
+            newest: How many of the calls that have ended to decode, in each page.
+        """
         if time.monotonic() >= self._next_search_s:
             began_s = time.thread_time()
             self._search()
@@ -143,7 +147,7 @@ class Sampler:
             if not any(copy[:8]):
                 continue  # it is being made
             try:
-                page = decode_page(copy, newest=self._newest)
+                page = decode_page(copy, newest=newest)
             except DecodeError as error:
                 faults[next(iter(kept.holders), 0)] = str(error)
                 continue

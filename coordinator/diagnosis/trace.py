@@ -7,6 +7,7 @@ names that torch's profiler gives those of its collectives, so that tools for it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -43,7 +44,7 @@ _TORCH_NAMES: Final = {
 # `ReduceOperation` in its order, which is that of the codes.
 _OPERATIONS: Final = ("sum", "mean", "product", "min", "max")
 _REDUCING: Final = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-# Shared memory counts elements in these calls, and the input has as many as the result.
+# Shared memory counts elements in these calls, of which the result has as many as the input, and bytes in others.
 _SAME_SIZE: Final = frozenset({"all_reduce", "reduce"})
 # Calls of other carriers end when they are queued on a device, and say nothing of who waited for whom.
 _WAITING: Final = frozenset({"shared memory", "process group"})
@@ -261,11 +262,7 @@ def _arguments(call: _Call) -> Event:
     }
     if record.number:
         found["Seq"] = record.number
-    dtype = TYPE_NAMES.get(record.dtype)
-    if carrier_of(record) == "shared memory" and dtype is not None and record.call != "barrier":
-        found["dtype"] = _TORCH_NAMES.get(dtype, dtype.capitalize())
-        if record.call in _SAME_SIZE:
-            found["In msg nelems"] = found["Out msg nelems"] = record.count
+    found |= _sizes(record)
     if record.call in _REDUCING and record.op < len(_OPERATIONS) and "dtype" in found:
         found["reduction"] = _OPERATIONS[record.op]
     if record.root is not None:
@@ -280,6 +277,25 @@ def _arguments(call: _Call) -> Event:
             "last to come": _rank_text(group, record.last),
             "late_us": record.late_ns / 1000,
         }
+    return found
+
+
+def _sizes(record: Record) -> Event:
+    """Return the dtype and numbers of elements, as far as shared memory shows them."""
+    name = TYPE_NAMES.get(record.dtype)
+    # Objects are bytes, for which the code is that of the first dtype.
+    is_object = record.plane == "shared host" and record.call not in _REDUCING
+    if carrier_of(record) != "shared memory" or name is None or record.call == "barrier" or is_object:
+        return {}
+    found: Event = {"dtype": _TORCH_NAMES.get(name, name.capitalize())}
+    bits = re.search("[0-9]+", name)
+    elements = record.count // (int(bits[0]) // 8 if bits else 1)
+    if record.call in _SAME_SIZE:
+        found |= {"In msg nelems": record.count, "Out msg nelems": record.count}
+    elif record.call == "broadcast":
+        found |= {"In msg nelems": elements, "Out msg nelems": elements}
+    elif record.call == "all_gather":
+        found["Out msg nelems"] = elements
     return found
 
 

@@ -89,6 +89,33 @@ def test_a_call_has_its_times_its_wait_and_arguments_by_the_names_of_torch() -> 
         assert found[0]["args"][word] == value, word
 
 
+def test_sizes_are_told_where_shared_memory_shows_them() -> None:
+    """It counts bytes of what is only moved, of an all-gather those of the result; objects have no dtype."""
+    moved: dict[str, Any] = {"plane": "shared", "algorithm": "shared memory", "dtype": 3}
+    records = [
+        call(1000, 1100, **moved, call="broadcast", count=40),
+        call(2000, 2100, **moved, call="all_gather", count=64, number=2),
+        call(3000, 3100, **{**moved, "dtype": 255}, call="all_gather", count=64, number=3),
+        call(4000, 4100, **{**moved, "plane": "shared host"}, call="all_gather", count=64, number=4),
+        call(5000, 5100, call="all_reduce", count=64, plane="device", number=5),
+    ]
+    events = check_trace(make_trace([page(0, [group(0, RANKS)], records)]).to_json())
+    words = "dtype", "In msg nelems", "Out msg nelems"
+    found = {
+        each["args"]["Seq"]: [each["args"].get(word) for word in words]
+        for each in events
+        if each["ph"] == "X"
+    }
+    nothing = [None, None, None]
+    assert found == {
+        1: ["BFloat16", 20, 20],
+        2: ["BFloat16", None, 32],
+        3: nothing,
+        4: nothing,
+        5: nothing,
+    }
+
+
 @pytest.mark.parametrize("last", RANKS)
 def test_arrows_lead_from_the_rank_that_came_last_to_all_others(last: int) -> None:
     """They begin when that rank came."""

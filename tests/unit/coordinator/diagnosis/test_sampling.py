@@ -1,0 +1,137 @@
+"""How pages are found and kept: seldom searched for, let go in the end, and never trusted."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from coordinator.diagnosis import pages
+from coordinator.diagnosis.pages import find_pages
+from coordinator.diagnosis.top import sampling
+from coordinator.diagnosis.top.sampling import SEARCH_S, SEARCH_SHARE, Sampler, Seen
+
+GOOD = "from shm_broadcast.status.shown_calls import ShownCalls; ShownCalls('kept:0', 0, [0])"
+# What a process may hold under the name of a page: too short, not sealed, sealed and without sense.
+BAD = """
+import fcntl, os
+from shm_broadcast.status.layout import NAME, PAGE_BYTES
+for nbytes, seals in ((4096, 7), (PAGE_BYTES, 0), (PAGE_BYTES, 7)):
+    made = os.memfd_create(NAME, os.MFD_ALLOW_SEALING)
+    os.write(made, b"x" * 64)
+    os.ftruncate(made, nbytes)
+    fcntl.fcntl(made, 1033, seals)
+"""
+
+
+@contextmanager
+def child(program: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that runs a program and then waits for the end of the test."""
+    code = f"import sys\n{program}\nprint(flush=True)\nsys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def sampler() -> Iterator[Sampler]:
+    """Return a sampler."""
+    made = Sampler()
+    yield made
+    made.close()
+
+
+def of(sampler: Sampler, pid: int) -> list[Seen]:
+    """Return what a sample shows of a process."""
+    return [seen for seen in sampler.sample().seen if seen.page.pid == pid]
+
+
+def test_memory_that_is_no_page_hides_no_other(sampler: Sampler) -> None:
+    """The process is named with what is wrong, in a search and in a sample; its page is shown."""
+    with child(f"{GOOD}\n{BAD}") as process:
+        search = find_pages([process.pid])
+        assert [found.pid for found in search.found] == [process.pid]
+        assert process.pid in search.faults
+        sample = sampler.sample()
+        assert process.pid in sample.faults
+        assert [seen.pid for seen in sample.seen if seen.page.pid == process.pid] == [process.pid]
+
+
+def test_processes_are_searched_seldom(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at each look, and after a search that took long not before its share of the time has passed."""
+    searched: list[float] = []
+
+    def counted() -> list[int]:
+        searched.append(time.monotonic())
+        return []
+
+    now_s, spent_s = 1000.0, 0.0
+    monkeypatch.setattr(pages, "processes", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling.time, "monotonic", lambda: now_s)
+        patch.setattr(sampling.time, "thread_time", lambda: spent_s * len(searched))
+        sampler.sample()
+        sampler.sample()
+        assert len(searched) == 1
+        now_s += SEARCH_S
+        spent_s = 0.1
+        sampler.sample()
+        assert len(searched) == 2
+        now_s += 0.1 / SEARCH_SHARE - 1
+        sampler.sample()
+        assert len(searched) == 2
+        now_s += 1
+        sampler.sample()
+        assert len(searched) == 3
+
+
+def test_a_page_that_nobody_keeps_is_let_go(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown for a while after its process has ended, and its memory is free then."""
+    with child(GOOD) as process:
+        assert [seen.has_ended for seen in of(sampler, process.pid)] == [False]
+    (dead,) = of(sampler, process.pid)
+    assert (dead.has_ended, dead.holders) == (True, (process.pid,))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(sampling, "KEPT_S", 0.0)
+    monkeypatch.setattr(sampler, "_next_search_s", 0.0)
+    (dead,) = of(sampler, process.pid)
+    assert dead.holders == ()
+    assert of(sampler, process.pid) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+
+
+def test_a_process_with_the_number_of_one_that_has_ended_is_another_one(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start differs, so the page's process is dead, whatever has its number now."""
+    with child(GOOD) as process:
+        assert [seen.has_ended for seen in of(sampler, process.pid)] == [False]
+        look = sampling.look_at
+
+        def later(pid: int) -> object:
+            its = look(pid)
+            return None if its is None else sampling.msgspec.structs.replace(its, start_ticks=1)
+
+        monkeypatch.setattr(sampling, "look_at", later)
+        assert [seen.has_ended for seen in of(sampler, process.pid)] == [True]
+
+
+def test_a_closed_sampler_holds_nothing() -> None:
+    """Neither a mapping nor a descriptor; to close it twice is no error."""
+    with child(GOOD) as process:
+        before = len(os.listdir("/proc/self/fd"))
+        made = Sampler()
+        assert len(of(made, process.pid)) == 1
+        assert len(os.listdir("/proc/self/fd")) > before
+        made.close()
+        made.close()
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -18,7 +18,8 @@ __all__ = ["Row", "rows_of"]
 
 _BUSY: Final = ("computing", "posted", "asleep")
 _SHARED_MEMORY: Final = "shared memory"
-_POINT_TO_POINT: Final = "point to point"
+# How the planes of waits for messages end; see `ShownCalls.wait`.
+_WAITS: Final = " waits"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -89,7 +90,7 @@ class _Plane(msgspec.Struct, frozen=True):
         if self.is_busy or self.lane.is_torn:
             return True
         # Where nobody waits for a message, the row of such waits would say nothing of its own.
-        return any(lane.counters and lane.algorithm != _POINT_TO_POINT for lane in self.lanes)
+        return not self.name.endswith(_WAITS) and any(lane.counters for lane in self.lanes)
 
     @property
     def ended_ns(self) -> int:

@@ -146,7 +146,7 @@ def test_a_rank_whose_page_is_not_seen_may_or_may_not_have_come() -> None:
 
 def test_a_call_between_two_ranks_waits_for_the_other_one() -> None:
     """Its number is 0 and its root the other rank's place; with none it waits for any rank."""
-    waits = {"plane": "host waits", "algorithm": "point to point"}
+    waits = {"plane": "host waits", "algorithm": "waiting"}
     named = lane("asleep", "recv", 0, root=2, **waits)
     other = lane("asleep", "recv_any", 0, root=None, **waits)
     rows = by_rank(rows_of(None, sample(page(104, group(0, named)), page(105, group(1, other)))))
@@ -156,7 +156,7 @@ def test_a_call_between_two_ranks_waits_for_the_other_one() -> None:
 
 def test_waits_for_messages_have_a_row_only_while_one_goes_on() -> None:
     """The plane of the group's collectives has one at any time."""
-    waits = lane("idle", "recv", 0, root=2, plane="host waits", algorithm="point to point")
+    waits = lane("idle", "recv", 0, root=2, plane="host waits", algorithm="waiting")
     assert [row.plane for row in rows_of(None, sample(page(104, group(0, waits, lane()))))] == ["shared"]
     assert [row.plane for row in rows_of(None, sample(page(104, group(0, waits))))] == [""]
 

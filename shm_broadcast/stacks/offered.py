@@ -149,7 +149,7 @@ def _empty(descriptor: int) -> None:
     """Write the next stacks at the beginning again, unless somebody reads now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # somebody does; the handler may have changed `errno`, and with it the class
         return
     try:
         os.lseek(descriptor, HEADER_BYTES, os.SEEK_SET)

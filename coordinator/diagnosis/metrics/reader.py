@@ -8,9 +8,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.metrics.totals import Reading, Totals
 from coordinator.diagnosis.model import Page
-from coordinator.diagnosis.pages import Found, Search, find_pages
+from coordinator.diagnosis.pages import Found, Search, find_memory, find_pages, map_page
+from shm_broadcast import _core
+from shm_broadcast.errors import DecodeError
 from shm_broadcast.liveness import fork_count
 
 __all__ = ["MetricsReader", "read_host", "read_own"]
@@ -52,9 +55,32 @@ class MetricsReader:
 
 
 def _with_records(found: Found) -> Page | None:
-    """Return the page again, with the calls that have ended; None if it has gone."""
-    same = (found.page.pid_namespace, found.page.pid, found.page.start_ticks)
-    for each in find_pages(found.holders).found:
-        if (each.page.pid_namespace, each.page.pid, each.page.start_ticks) == same:
-            return each.page
+    """Return the page again, with the calls that have ended; None if it has gone.
+
+    A rank may hold the pages of all others. Only this one is decoded with its calls, which takes long.
+    """
+    for pid in found.holders:
+        try:
+            links = [memory.link for memory in find_memory(pid) if memory.is_page]
+        except OSError:
+            continue  # the process has ended meanwhile, or has become another user's
+        for link in links:
+            copy = _copy(link, found.page)
+            if copy is not None:
+                return decode_page(copy)
     return None
+
+
+def _copy(link: str, wanted: Page) -> bytes | None:
+    """Return a copy of the page `link` if it is that of the process of `wanted`."""
+    try:
+        with map_page(link) as memory:
+            copy = _core.status_copy(memory)
+        page = decode_page(copy, records=False)
+    except (OSError, DecodeError):
+        return None  # it has gone meanwhile, or is another one, of which the search tells the fault
+    return copy if _process(page) == _process(wanted) else None
+
+
+def _process(page: Page) -> tuple[int, int, int]:
+    return page.pid_namespace, page.pid, page.start_ticks

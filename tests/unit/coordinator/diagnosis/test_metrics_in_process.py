@@ -1,6 +1,7 @@
 """An application exports what its own process does with the library that it has."""
 
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,14 +15,17 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.diagnosis import metrics
+from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.metrics import in_process, reader
 from coordinator.diagnosis.metrics.exposition import exposition
 from coordinator.diagnosis.metrics.families import families_of
 from coordinator.diagnosis.metrics.reader import MetricsReader, read_own
 from coordinator.diagnosis.pages import Search
+from shm_broadcast import _core
 from shm_broadcast.errors import CapabilityError
+from shm_broadcast.segment import Segment
 from shm_broadcast.status.kinds import kind_of
-from shm_broadcast.status.layout import TABLES, GroupState, LaneState, Outcome
+from shm_broadcast.status.layout import NAME, PAGE_BYTES, TABLES, GroupState, LaneState, Outcome
 from shm_broadcast.status.page import GroupStatus, own_page
 
 BARRIER = kind_of("barrier")
@@ -222,3 +226,27 @@ def test_a_forked_child_begins_again(name: str, group: GroupStatus, monkeypatch:
     assert any(key.group == name for key in own.read().counts)
     monkeypatch.setattr(reader, "fork_count", lambda: own._forks + 1)
     assert own.read().counts == {}
+
+
+def test_only_the_page_of_an_error_is_decoded_with_its_calls(
+    name: str, group: GroupStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may hold the pages of all others, and the calls of one page take longer than all the rest."""
+    whole: list[int] = []
+
+    def decode(copy: bytes, records: bool = True) -> Any:
+        page = decode_page(copy, records)
+        if records:
+            whole.append(page.pid)
+        return page
+
+    monkeypatch.setattr(reader, "decode_page", decode)
+    own = MetricsReader(read_own)
+    other = Segment.create(PAGE_BYTES, name=NAME)
+    try:
+        _core.status_format(other.memory, 1, 1, 1, 1, b"", b"")
+        for _ in range(2):
+            assert [of.disagreed for key, of in own.read().counts.items() if key.group == name] == [1]
+    finally:
+        other.close()
+    assert whole == [os.getpid()]

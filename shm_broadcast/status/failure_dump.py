@@ -22,14 +22,14 @@ from shm_broadcast.errors import CommError
 from shm_broadcast.layout import FIELDS, LINE, MAX_READERS
 from shm_broadcast.reports.log_fields import log_fields
 from shm_broadcast.segment import Segment
-from shm_broadcast.status.layout import PAGE_BYTES, TABLES
+from shm_broadcast.status.layout import TABLES
 from shm_broadcast.status.record_file import DUMP_SUFFIX, RunFolder, create_private
 
 __all__ = ["DUMP_VERSION", "MOST_BYTES", "Broken", "Dumps", "FailureDump", "QueueDump"]
 
 DUMP_VERSION: Final = 1
 MOST_BYTES: Final = 1 << 20
-"""No dump is larger."""
+"""No dump is larger: it has one page, and limits for the queues and each text."""
 
 _MOST_DUMPS: Final = 8
 _MOST_QUEUE_BYTES: Final = 256 * 1024
@@ -229,6 +229,3 @@ def _queue(descriptor: int, inode: int, offset: int) -> QueueDump | None:
         return QueueDump(inode, offset, status.st_size - offset, first, os.pread(descriptor, nbytes, offset))
     except OSError:
         return None
-
-
-assert PAGE_BYTES + _MOST_QUEUE_BYTES + 8 * _MOST_TEXT < MOST_BYTES

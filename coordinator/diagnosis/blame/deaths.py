@@ -44,7 +44,7 @@ def _missed(job: Job) -> dict[Node, list[str]]:
     found: dict[Node, list[str]] = {}
     for node, process in enumerate(job.processes):
         for name, states in process.others.items():
-            group = next((each for each in process.page.groups if each.name == name), None)
+            group = next((each for each in reversed(process.page.groups) if each.name == name), None)
             if group is None:
                 continue
             for place in (place for place, state in states.items() if state == "dead"):

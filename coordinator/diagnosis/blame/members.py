@@ -93,7 +93,7 @@ class Job:
             for group in process.page.groups:
                 if group.is_torn:
                     continue
-                self.groups.setdefault(key_of(group), group)
+                self.groups[key_of(group)] = group
                 self._members.setdefault(key_of(group), {})[group.place] = node
         self.records: list[Mapping[LaneKey, Mapping[int, Record]]] = [
             _records(process) for process in self.processes
@@ -129,7 +129,8 @@ class Job:
         """Return what a process says of a group; None if it says nothing."""
         if node < 0:
             return None
-        for group in self.processes[node].page.groups:
+        # A world that was joined again has a group of the same name, which comes later.
+        for group in reversed(self.processes[node].page.groups):
             if key_of(group) == key and not group.is_torn:
                 return group
         return None
@@ -187,7 +188,10 @@ class Job:
             return f"{state}in no call, and it has made none"
         end_ns, key, position = last
         text = called(position.lane.call, position.reached, key.group, key.plane)
-        return f"{state}in no call{_for(process, end_ns)}; its last was {text}"
+        where = "in no call"
+        if all(group.state == "left" for group in process.page.groups):
+            where = "in no group any more"
+        return f"{state}{where}{_for(process, end_ns)}; its last was {text}"
 
     def is_outside(self, node: Node) -> bool:
         """Return whether a process is in no call that it was seen in."""
@@ -208,7 +212,7 @@ class Job:
 
     def broken(self, failure: Failure, node: Node) -> Group | None:
         """Return the group that a failure broke; `node` has its record."""
-        groups = self.processes[node].page.groups
+        groups = reversed(self.processes[node].page.groups)
         return next((group for group in groups if group.name == failure.group and not group.is_torn), None)
 
     def at_fault(self, failure: Failure, node: Node) -> list[Node]:
@@ -277,7 +281,8 @@ def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]
                 continue
             record = records.get(key, {}).get(lane.number)
             outcome = "" if goes_on or record is None else record.outcome
-            is_blocked = outcome == "failed" or (goes_on and not is_settling)
+            # Who has left a group waits for nobody in it, and may have others by now.
+            is_blocked = group.state != "left" and (outcome == "failed" or (goes_on and not is_settling))
             found[key] = Position(lane, lane.number, lane if is_blocked else None, outcome)
     return found
 

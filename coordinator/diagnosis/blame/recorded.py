@@ -133,7 +133,7 @@ def read_dump(data: bytes) -> tuple[Process, list[QueueDump]]:
     failure = Failure(
         dump.group, dump.kind, dump.ranks, dump.by, dump.operation, dump.within_s, dump.detail or dump.text
     )
-    group = next((each for each in page.groups if each.name == dump.group), None)
+    group = next((each for each in reversed(page.groups) if each.name == dump.group), None)
     states = {}
     if group is not None:
         states = {

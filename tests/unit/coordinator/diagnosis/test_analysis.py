@@ -275,6 +275,24 @@ def test_a_call_that_has_begun_only_just_is_no_wait() -> None:
     assert judge(Evidence((settling, *(rank.process() for rank in ranks[1:])))).findings == ()
 
 
+def test_a_group_that_was_left_holds_up_nobody() -> None:
+    """The ranks have destroyed a broken group, and work in another one."""
+    ranks = job("barrier")
+    for rank in ranks:
+        if rank.rank != 2:
+            rank.enter("tp:0", "all_reduce").end("tp:0", "failed")
+        rank.group("tp:0", RANKS, "left").group("tp:1", RANKS).calls("tp:1", "barrier")
+    assert judge(Evidence(tuple(rank.process() for rank in ranks))).findings == ()
+    ranks[2].group("tp:1", RANKS, "left")
+    for rank in (ranks[0], ranks[1], ranks[3]):
+        rank.enter("tp:1", "barrier")
+    found = first(*(rank.process() for rank in ranks))
+    assert (found.rule, found.ranks) == ("root cause", (2,))
+    assert found.culprits[0].what.startswith(
+        "in no group any more for 1.0 s; its last was barrier #1 on 'tp:1'"
+    )
+
+
 @pytest.mark.parametrize("call", ["send", "recv"])
 def test_two_that_both_send_or_both_receive_are_a_circle(call: str) -> None:
     """Nobody takes what the other waits to send, or sends what it waits for."""

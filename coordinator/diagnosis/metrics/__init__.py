@@ -6,6 +6,7 @@ or with `observe(meter)` of opentelemetry-api. Both libraries are optional and h
 'group-coordinator[prometheus]'` or `'group-coordinator[opentelemetry]'`.
 """
 
-from coordinator.diagnosis.metrics.in_process import collect, observe
+from coordinator.diagnosis.metrics.opentelemetry_adapter import observe
+from coordinator.diagnosis.metrics.prometheus_client_adapter import collect
 
 __all__ = ["collect", "observe"]

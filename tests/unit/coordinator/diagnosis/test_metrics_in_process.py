@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.diagnosis import metrics
 from coordinator.diagnosis.decoding import decode_page
-from coordinator.diagnosis.metrics import in_process, reader
+from coordinator.diagnosis.metrics import in_process, opentelemetry_adapter, reader
 from coordinator.diagnosis.metrics.exposition import exposition
 from coordinator.diagnosis.metrics.families import families_of
 from coordinator.diagnosis.metrics.reader import MetricsReader, read_own
@@ -148,7 +148,7 @@ def test_a_call_in_progress_is_shown(name: str, group: GroupStatus) -> None:
 
 def test_opentelemetry_observes(name: str, group: GroupStatus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters and gauges with the same values; names that exporters to Prometheus turn into ours."""
-    monkeypatch.setattr(in_process, "_SAME_S", 0.0)
+    monkeypatch.setattr(opentelemetry_adapter, "_SAME_S", 0.0)
     exported = InMemoryMetricReader()
     provider = MeterProvider([exported])
     metrics.observe(provider.get_meter("test"))
@@ -187,7 +187,7 @@ def test_instruments_share_one_look(name: str, group: GroupStatus, monkeypatch: 
         return read_own()
 
     monkeypatch.setattr(in_process, "_READER", MetricsReader(look))
-    monkeypatch.setattr(in_process, "_SAME_S", 3600.0)
+    monkeypatch.setattr(opentelemetry_adapter, "_SAME_S", 3600.0)
     exported = InMemoryMetricReader()
     provider = MeterProvider([exported])
     metrics.observe(provider.get_meter("test"))

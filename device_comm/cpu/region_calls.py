@@ -10,8 +10,8 @@ from typing import Final
 
 from device_comm import _core
 from device_comm.health import Arrival, GroupHealth, Operation
-from shm_broadcast._core import StatusLane
 from shm_broadcast.errors import ClosedError, DisagreementError, UsageError
+from shm_broadcast.status.shown_calls import StatusLane
 
 # A thread whose group is in a call of another thread looks again after this long. Engines call from one thread.
 _TURN_S: Final = 0.0005

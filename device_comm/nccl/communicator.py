@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import ClassVar, Final
 
 import torch
@@ -21,6 +20,7 @@ from device_comm.nccl.batching import NcclQueue
 from device_comm.nccl.dtypes import DATA_TYPES, FP8, FP8_SINCE, UINT8, reduction_code
 from device_comm.nccl.dtypes import SUM as SUM_CODE
 from device_comm.nccl.library import NcclLibrary
+from device_comm.nccl.rows import landing_of, parts_of
 from device_comm.nccl.streams import Progress, Streams, TorchStreams
 from device_comm.nccl.transfers import Post
 from device_comm.nccl.window import fits
@@ -344,7 +344,7 @@ class NcclCommunicator(NcclQueue):
         self._begin("reduce_scatter", connects=True)
         code, red, parts = reduction_code(input_.dtype, op, self.library.version)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        own = _landing(output, rows, dim, sizes[self.rank_in_group])
+        own = landing_of(output, rows, dim, sizes[self.rank_in_group])
         per_row = math.prod(rows.shape[1:]) * parts
         keep = (rows, own)
         posts: list[Post] = []
@@ -354,7 +354,7 @@ class NcclCommunicator(NcclQueue):
             posts = [Post("ncclReduceScatter", arguments, keep)]
         elif per_row:
             step = per_row // parts * rows.itemsize
-            for rank, start, size in _parts(sizes):
+            for rank, start, size in parts_of(sizes):
                 into = own.data_ptr() if rank == self.rank_in_group else 0
                 arguments = (rows.data_ptr() + start * step, into, size * per_row, code, red, rank)
                 posts.append(Post("ncclReduce", arguments, keep))
@@ -388,7 +388,7 @@ class NcclCommunicator(NcclQueue):
         """Do an all-gather, into `output` if there is one."""
         self._begin("all_gather", connects=True)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        result = _landing(output, rows, dim, sum(sizes))
+        result = landing_of(output, rows, dim, sum(sizes))
         step = math.prod(rows.shape[1:]) * rows.itemsize
         keep = (rows, result)
         posts: list[Post] = []
@@ -397,7 +397,7 @@ class NcclCommunicator(NcclQueue):
             arguments = (rows.data_ptr(), result.data_ptr(), rows.nbytes, UINT8)
             posts = [Post("ncclAllGather", arguments, keep)]
         elif step:
-            for rank, start, size in _parts(sizes):
+            for rank, start, size in parts_of(sizes):
                 arguments = (rows.data_ptr(), result.data_ptr() + start * step, size * step, UINT8, rank)
                 posts.append(Post("ncclBroadcast", arguments, keep))
         return self._moved("all_gather", posts, result, dim, timeout_s, output)
@@ -438,7 +438,7 @@ class NcclCommunicator(NcclQueue):
         posts = []
         if input_ is not None and step:
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-            for rank, start, size in _parts(sizes):
+            for rank, start, size in parts_of(sizes):
                 arguments = (rows.data_ptr() + start * step, size * step, UINT8, rank)
                 posts.append(Post("ncclSend", arguments, rows))
         if landing.numel():
@@ -479,11 +479,11 @@ class NcclCommunicator(NcclQueue):
         """Do an all-to-all, into `output` if there is one."""
         self._begin("all_to_all", connects=True)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        result = _landing(output, rows, dim, sum(recv_sizes))
+        result = landing_of(output, rows, dim, sum(recv_sizes))
         step = math.prod(rows.shape[1:]) * rows.itemsize
         posts = []
         for function, tensor, sizes in (("ncclSend", rows, send_sizes), ("ncclRecv", result, recv_sizes)):
-            for rank, start, size in _parts(sizes) if step else ():
+            for rank, start, size in parts_of(sizes) if step else ():
                 arguments = (tensor.data_ptr() + start * step, size * step, UINT8, rank)
                 posts.append(Post(function, arguments, tensor))
         return self._moved("all_to_all", posts, result, dim, timeout_s, output)
@@ -500,22 +500,6 @@ class NcclCommunicator(NcclQueue):
         finish = (lambda: into.copy_(landing)) if is_aside else None
         self._call("broadcast", posts, timeout_s, finish=finish)
         return tensor
-
-
-def _landing(output: torch.Tensor | None, rows: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Return contiguous memory for `size` rows such as `rows`: the output's if it can take them as they are."""
-    shape = (size, *rows.shape[1:])
-    if output is None or dim or not is_plain(output):
-        return rows.new_empty(shape)
-    return output.view(shape)
-
-
-def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, start, size) of each part that is not empty."""
-    starts = itertools.accumulate(sizes, initial=0)
-    return (
-        (rank, start, size) for rank, (start, size) in enumerate(zip(starts, sizes, strict=False)) if size
-    )
 
 
 __all__ = ["NcclCommunicator", "open_library"]

@@ -27,7 +27,6 @@ from device_comm.nccl.background import Background, Joining
 from device_comm.nccl.library import IN_PROGRESS, SUCCESS, NcclLibrary, new_config
 from device_comm.nccl.streams import Progress, Streams
 from device_comm.nccl.window import Window, Wish
-from shm_broadcast._core import StatusLane
 from shm_broadcast.errors import (
     ClosedError,
     CommError,
@@ -37,6 +36,7 @@ from shm_broadcast.errors import (
 from shm_broadcast.reports.log_fields import LogFields
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import NOBODY, Outcome
+from shm_broadcast.status.shown_calls import StatusLane
 
 logger: logging.Logger = logging.getLogger(__name__)
 

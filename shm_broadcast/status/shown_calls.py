@@ -12,7 +12,7 @@ from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import NOBODY, GroupState, LaneState, Outcome
 from shm_broadcast.status.page import GroupStatus, own_page
 
-__all__ = ["ShownCalls"]
+__all__ = ["ShownCalls", "StatusLane"]
 
 Result = TypeVar("Result")
 

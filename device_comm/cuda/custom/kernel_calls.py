@@ -11,9 +11,9 @@ from device_comm.cuda.custom.release import CAPTURE_ERRORS
 from device_comm.cuda.custom.resources import CustomContext, CustomResources
 from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import LaunchConfiguration, PreparedLaunch
-from shm_broadcast._core import StatusLane
 from shm_broadcast.errors import ClosedError, CommError, CudaError
 from shm_broadcast.status.layout import NOBODY, Outcome
+from shm_broadcast.status.shown_calls import StatusLane
 
 __all__ = ["DONE", "FAILED", "KernelCalls"]
 

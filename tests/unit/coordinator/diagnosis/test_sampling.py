@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 from coordinator.diagnosis import pages
 from coordinator.diagnosis.pages import find_pages
+from coordinator.diagnosis.processes import look_at
 from coordinator.diagnosis.top import sampling
 from coordinator.diagnosis.top.sampling import SEARCH_S, SEARCH_SHARE, Sampler, Seen
 
@@ -77,8 +79,8 @@ def test_processes_are_searched_seldom(sampler: Sampler, monkeypatch: pytest.Mon
     now_s, spent_s = 1000.0, 0.0
     monkeypatch.setattr(pages, "processes", counted)
     with monkeypatch.context() as patch:
-        patch.setattr(sampling.time, "monotonic", lambda: now_s)
-        patch.setattr(sampling.time, "thread_time", lambda: spent_s * len(searched))
+        patch.setattr(time, "monotonic", lambda: now_s)
+        patch.setattr(time, "thread_time", lambda: spent_s * len(searched))
         sampler.sample()
         sampler.sample()
         assert len(searched) == 1
@@ -115,11 +117,10 @@ def test_a_process_with_the_number_of_one_that_has_ended_is_another_one(
     """Its start differs, so the page's process is dead, whatever has its number now."""
     with child(GOOD) as process:
         assert [seen.has_ended for seen in of(sampler, process.pid)] == [False]
-        look = sampling.look_at
 
         def later(pid: int) -> object:
-            its = look(pid)
-            return None if its is None else sampling.msgspec.structs.replace(its, start_ticks=1)
+            its = look_at(pid)
+            return None if its is None else msgspec.structs.replace(its, start_ticks=1)
 
         monkeypatch.setattr(sampling, "look_at", later)
         assert [seen.has_ended for seen in of(sampler, process.pid)] == [True]

@@ -183,8 +183,13 @@ def test_jobs_with_equal_names_are_told_apart() -> None:
 
 def test_pages_that_share_memory_or_a_holder_are_one_job() -> None:
     """Also by others between them."""
-    marked = [((0, 1), {1, "a"}), ((0, 2), {2, "b"}), ((0, 3), {3}), ((0, 4), {"a", "b"})]
-    jobs = jobs_of([(place, set(marks)) for place, marks in marked])
+    marked: list[tuple[tuple[int, int], set[object]]] = [
+        ((0, 1), {1, "a"}),
+        ((0, 2), {2, "b"}),
+        ((0, 3), {3}),
+        ((0, 4), {"a", "b"}),
+    ]
+    jobs = jobs_of(marked)
     assert jobs[0, 1] == jobs[0, 2] == jobs[0, 4] != jobs[0, 3]
 
 

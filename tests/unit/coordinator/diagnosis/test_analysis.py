@@ -47,6 +47,7 @@ def test_a_rank_outside_of_calls_is_the_root_cause() -> None:
     assert "rank 0 waits in all_gather #3 on 'tp:0' (shared) for rank 3" in found.details
 
 
+@pytest.mark.guarantee("W2")
 def test_a_rank_without_any_page_is_named_only_if_nobody_else_can_be() -> None:
     """An innocent rank's page is missing: the one that is outside of calls is named. Alone, it is named."""
     ranks = job("barrier")
@@ -348,6 +349,7 @@ def test_a_timeout_that_names_nobody_is_a_stall() -> None:
     assert (found.rule, found.ranks, found.number) == ("stalled", RANKS, 2)
 
 
+@pytest.mark.guarantee("W1")
 def test_clocks_of_two_hosts_are_never_compared() -> None:
     """Shifting the clock of a host by an hour changes nothing but the times that are told on it."""
     for shift in (-3600, 3600):
@@ -411,6 +413,7 @@ def test_the_slow_reader_of_a_queue_is_named() -> None:
     assert found.details[-1] == "rank 2 is 10 messages and 1000 bytes behind in queue 'steps'"
 
 
+@pytest.mark.guarantee("W3")
 def test_a_reader_that_waits_for_work_blames_nobody() -> None:
     """It is idle. If others wait for the reader in a call, its writer is the cause."""
     ranks = [rank.queue("steps", 5, rank.rank - 1) for rank in job("barrier")]
@@ -446,6 +449,7 @@ def test_the_rank_that_is_last_most_of_the_time_is_a_straggler() -> None:
         assert [(found.rule, found.ranks) for found in findings] == ([("straggler", (2,))] if named else [])
 
 
+@pytest.mark.guarantee("W2")
 def test_what_was_not_seen_is_told() -> None:
     """Refused groups, missing ranks, torn records and calls in CUDA graphs."""
     ranks = job("barrier")

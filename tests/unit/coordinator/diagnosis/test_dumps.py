@@ -149,6 +149,7 @@ def test_a_dump_of_another_version_is_told(folder: Path) -> None:
         read_dump(msgspec.msgpack.encode(msgspec.structs.replace(dump, version=7)))
 
 
+@pytest.mark.guarantee("W4")
 @pytest.mark.parametrize(
     "is_thorough", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["sample", "thorough"]
 )

@@ -66,6 +66,7 @@ def look(pages: Sequence[Seen]) -> Sample:
     return Sample(at_ns=AT_NS, seen=tuple(pages), rings=(), refused=(), faults={})
 
 
+@pytest.mark.guarantee("W3")
 @pytest.mark.parametrize(
     ("since_s", "was_in_it", "is_named"), [(5, True, True), (0.5, True, False), (5, False, False)]
 )
@@ -95,6 +96,7 @@ def test_the_states_of_processes_come_from_the_kernel() -> None:
     assert [process.state for process in evidence.processes] == ["stopped", "dead", "dead", "alive"]
 
 
+@pytest.mark.guarantee("W2")
 def test_a_member_without_a_page_on_this_host_has_ended() -> None:
     """It shares memory with the others; not so if the group has one lane over a network, or pages were refused."""
     two = [seen(each.page(), 100 + each.rank, [100]) for each in ranks()[:2]]

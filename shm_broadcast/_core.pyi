@@ -325,6 +325,9 @@ def status_copy(mapping: Buffer, /) -> bytes:
         ValueError: The mapping has another size.
     """
 
+def keep_errno(number: int, /) -> None:
+    """Let the C handler of a signal leave `errno` as it was. Raise `ValueError` if there is none with one argument."""
+
 def status_nowhere() -> StatusLane:
     """Return a lane that is shown to nobody."""
 

@@ -3,6 +3,7 @@
 
 int endpoint_add(PyObject* module);
 int ring_add(PyObject* module);
+int signals_add(PyObject* module);
 int status_add(PyObject* module);
 
 namespace {
@@ -16,7 +17,7 @@ PyMODINIT_FUNC PyInit__core() {
     PyObject* module = PyModule_Create(&core_module);
     if (module == nullptr) return nullptr;
     if (codec::add_codec(module) < 0 || ring_add(module) < 0 || endpoint_add(module) != 0 ||
-        status_add(module) != 0) {
+        signals_add(module) != 0 || status_add(module) != 0) {
         Py_DECREF(module);
         return nullptr;
     }

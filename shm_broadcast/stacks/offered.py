@@ -18,6 +18,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
+from shm_broadcast import _core
 from shm_broadcast.descriptors import read_text, refusal
 from shm_broadcast.errors import UsageError
 from shm_broadcast.segment import seal
@@ -97,6 +98,8 @@ def offer_stacks(number: int) -> None:
             _set_action(number, _SIG_IGN)
             # A thread writes its own frames only: the list of all threads may change while it is walked.
             faulthandler.register(number, file=descriptor, all_threads=False, chain=False)
+            # It changes `errno` (Python 3.11): code that is interrupted behind a failed call would read another reason.
+            _core.keep_errno(number)
         except BaseException:
             faulthandler.unregister(number)
             _set_action(number, _SIG_DFL)
@@ -149,7 +152,7 @@ def _empty(descriptor: int) -> None:
     """Write the next stacks at the beginning again, unless somebody reads now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody does; the handler may have changed `errno`, and with it the class
+    except BlockingIOError:  # somebody does
         return
     try:
         os.lseek(descriptor, HEADER_BYTES, os.SEEK_SET)

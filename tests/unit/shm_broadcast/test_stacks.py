@@ -1,5 +1,7 @@
 """A process writes its Python stacks when it is asked, and is asked only if it has said that it does."""
 
+import ctypes
+import errno
 import os
 import signal
 import threading
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shm_broadcast import _core
 from shm_broadcast.stacks.asking import TEXT_BYTES, WITHIN_S, ask
 from shm_broadcast.stacks.offered import DEFAULT_SIGNAL, HEADER_BYTES, NBYTES, handles
 from tests.asked import HANGS, hanging, identity_of, said_by, written_by
@@ -340,3 +343,25 @@ def test_this_machine_tells_which_signals_are_handled() -> None:
     """The kernel's mask, for a signal with and without a handler."""
     assert handles(os.getpid(), signal.SIGINT)
     assert not handles(os.getpid(), DEFAULT_SIGNAL + 1)
+
+
+def test_a_handler_leaves_the_reason_of_a_failed_call() -> None:
+    """The handler, `close` with the signal's number as its descriptor, fails; the interrupted code keeps its errno."""
+    number = int(signal.SIGRTMIN) + 20
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    with pytest.raises(ValueError, match="no plain handler"):
+        _core.keep_errno(number)
+    libc.signal(number, ctypes.cast(libc.close, ctypes.c_void_p))
+    try:
+        for wraps in (False, True, True):
+            if wraps:
+                _core.keep_errno(number)
+            ctypes.set_errno(77)
+            libc["raise"](number)
+            assert ctypes.get_errno() == (77 if wraps else errno.EBADF)
+    finally:
+        libc.signal(number, 0)
+    for wrong in (0, -1, 1000, 1 << 80):
+        with pytest.raises((ValueError, OverflowError)):
+            _core.keep_errno(wrong)

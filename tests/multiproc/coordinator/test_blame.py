@@ -80,7 +80,11 @@ def plant(name: str, record: Path) -> None:
         assert f"rank {innocent}: neither a page nor a dump" in verdict.unseen
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# What each run tests; `thorough` tests all, twenty times.
+OFTEN = [name for name in FAULTS if name != "missed call before a barrier"]
+
+
+@pytest.mark.parametrize("name", OFTEN)
 def test_the_right_rank_and_call_are_named(name: str, tmp_path: Path) -> None:
     """Each planted fault once."""
     plant(name, tmp_path / "record")
@@ -127,7 +131,9 @@ def work(rank: int, world_size: int, directory: Path, stop: str, is_idle: bool) 
 
 
 @pytest.mark.guarantee("W3")
-@pytest.mark.parametrize("is_idle", [False, True], ids=["busy", "idle"])
+@pytest.mark.parametrize(
+    "is_idle", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["busy", "idle"]
+)
 def test_nobody_is_named_in_a_job_that_runs(is_idle: bool, tmp_path: Path) -> None:
     """The command exits with 0, however often it looks."""
     statuses: list[int] = []

@@ -40,14 +40,14 @@ def refuse_if_full(call: str, purpose: str, error: OSError) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a file of the kernel.
+    """Return the content of a file of the kernel. Names of processes in it may hold any byte.
 
     Raises:
         CapabilityError: No descriptor is free.
         OSError: The file cannot be read.
     """
     try:
-        return path.read_text()
+        return path.read_bytes().decode(errors="replace")
     except OSError as error:
         refuse_if_full("openat", f"reads {path}", error)
         raise

@@ -19,16 +19,13 @@ from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.model import Page
 from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError
-from shm_broadcast.segment import is_sealed
-from shm_broadcast.status.layout import NAME, PAGE_BYTES
-from shm_broadcast.status.record_file import PAGE_SUFFIX, is_page_file
+from shm_broadcast.status.layout import PAGE_BYTES
+from shm_broadcast.status.record_file import is_page, is_page_link
 
 __all__ = ["Found", "Memory", "Search", "find_memory", "find_pages", "map_page", "owner_of", "processes"]
 
-_LINK: Final = f"/memfd:{NAME}"
 # Pages, queues, and what groups share.
 _LINKS: Final = "/memfd:group-coordinator"
-_DELETED: Final = " (deleted)"
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -123,10 +120,10 @@ def find_memory(pid: int) -> list[Memory]:
         link = f"{folder}/{name}"
         try:
             target = os.readlink(link)
-            is_page = target.startswith(_LINK) or target.removesuffix(_DELETED).endswith(PAGE_SUFFIX)
-            if is_page or target.startswith(_LINKS):
+            may_be_page = is_page_link(target)
+            if may_be_page or target.startswith(_LINKS):
                 status = Path(link).stat()
-                found.append(Memory(link, (status.st_dev, status.st_ino), is_page))
+                found.append(Memory(link, (status.st_dev, status.st_ino), may_be_page))
         except FileNotFoundError:
             continue  # closed meanwhile
     return found
@@ -142,8 +139,7 @@ def map_page(link: str) -> mmap.mmap:
     # It may have become something else meanwhile, such as a pipe, whose opening would wait.
     descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        is_memfd = is_sealed(descriptor) and os.fstat(descriptor).st_size == PAGE_BYTES
-        if not is_memfd and not is_page_file(descriptor):
+        if not is_page(descriptor):
             raise DecodeError(f"{link} is neither a sealed memfd nor a private file of {PAGE_BYTES} bytes")
         return mmap.mmap(descriptor, PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:

@@ -20,9 +20,9 @@ from typing import Final, Self
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import ProcessIdentity, open_pidfd, process_state, this_process
-from shm_broadcast.segment import is_sealed
 from shm_broadcast.stacks.offered import HEADER_BYTES, NAME, NBYTES, handles
 from shm_broadcast.status import layout
+from shm_broadcast.status.record_file import is_page, is_page_link
 
 __all__ = ["TEXT_BYTES", "WITHIN_S", "ask"]
 
@@ -44,6 +44,9 @@ _LOOK_S: Final = 0.002
 _AGAIN_S: Final = 0.1
 
 _LINK: Final = "/memfd:"
+
+# The kernel's own limit of the ids of threads.
+_MOST_THREAD: Final = 1 << 22
 
 # A pidfd of one thread, since Linux 6.9; a signal sent to it is that thread's.
 _PIDFD_THREAD: Final = os.O_EXCL
@@ -216,7 +219,9 @@ class _Question:
                 f"earlier stacks fill {start} of {NBYTES} bytes; its next group empties that memory again"
             )
         names = os.pread(self._memory, HEADER_BYTES, 0).decode(errors="replace").split()
-        self._threads = [name for name in names if name.isascii() and name.isdecimal()]
+        self._threads = [
+            name for name in names if name.isascii() and name.isdecimal() and int(name) <= _MOST_THREAD
+        ]
         self._blocked = self._blocking()
         self._send_signal()
         self._start = start
@@ -265,18 +270,19 @@ class _Question:
     def _find(self) -> tuple[int, str]:
         """Return the signal that the process's page announces, and the number of the descriptor of the memory."""
         links = {name: self._target(name) for name in os.listdir(self._folder / "fd")}
-        pages = [name for name, target in links.items() if target.startswith(f"{_LINK}{layout.NAME}")]
-        # A process may hold the pages of others too.
+        pages = [name for name, target in links.items() if is_page_link(target)]
+        # A process may hold the pages of others too, and besides a page in a file the one that it had before.
         numbers = [number for number in map(self._announced, pages) if number is not None]
         if not numbers:
             raise _NoAnswerError("it has no status page")
-        if not numbers[0]:
+        announced = max(numbers)
+        if not announced:
             raise _NoAnswerError("its page announces no signal: stack_signal is 0, or it has no group")
-        wanted = f"{_LINK}{NAME}-{numbers[0]}"
+        wanted = f"{_LINK}{NAME}-{announced}"
         places = [name for name, target in links.items() if target.startswith(wanted) and self._writes(name)]
         if not places:
             raise _NoAnswerError("it has closed the memory for them")
-        return numbers[0], places[0]
+        return announced, places[0]
 
     def _target(self, name: str) -> str:
         try:
@@ -295,11 +301,12 @@ class _Question:
     def _announced(self, name: str) -> int | None:
         """Return the signal that a page announces; None if it is no page of this process."""
         try:
-            descriptor = os.open(self._folder / "fd" / name, os.O_RDONLY | os.O_CLOEXEC)
+            # It may have become something else meanwhile, such as a pipe, whose opening would wait.
+            descriptor = os.open(self._folder / "fd" / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         try:
-            if not is_sealed(descriptor):
+            if not is_page(descriptor):
                 return None
             form = layout.TABLES["header"].form
             data = os.pread(descriptor, form.size, 0)

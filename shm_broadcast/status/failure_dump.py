@@ -139,7 +139,7 @@ class Dumps:
     ) -> Path | None:
         """Write a dump and return its path; None for a group that breaks beside another one, and after `_MOST_DUMPS`.
 
-        A file system that refuses is logged, and leaves the failure of the group as it is.
+        A file system that refuses, or a text that is no Unicode, is logged: the failure of the group stays as it is.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -150,7 +150,7 @@ class Dumps:
                 return None
             self._written += 1
             return self._write(self._dump(group, cause, failure, others))
-        except (OSError, CommError) as error:
+        except (OSError, CommError, UnicodeEncodeError) as error:
             logger.warning(
                 "no dump of the failure of %r was written: %s", group, error, extra=log_fields(group=group)
             )

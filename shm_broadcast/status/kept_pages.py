@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from weakref import WeakValueDictionary
 
-from shm_broadcast.segment import is_sealed
-from shm_broadcast.status.layout import PAGE_BYTES
 from shm_broadcast.status.page import own_page
-from shm_broadcast.status.record_file import is_page_file
+from shm_broadcast.status.record_file import is_page
 
 __all__ = ["KeptPages"]
 
@@ -49,8 +47,8 @@ class KeptPages:
         What is no page is closed. It came from a process that knows the key, so this is a mistake and no attack.
         """
         kept = _Kept(descriptor)
-        status = os.fstat(descriptor)
-        if (status.st_size == PAGE_BYTES and is_sealed(descriptor)) or is_page_file(descriptor):
+        if is_page(descriptor):
+            status = os.fstat(descriptor)
             self._pages.append(_kept.setdefault((status.st_dev, status.st_ino), kept))
 
     def close(self) -> None:

@@ -19,15 +19,16 @@ from typing import Final
 
 from shm_broadcast.descriptors import refuse_if_full
 from shm_broadcast.errors import CapabilityError, SettingsError
-from shm_broadcast.segment import Segment
-from shm_broadcast.status.layout import PAGE_BYTES
+from shm_broadcast.segment import Segment, is_sealed
+from shm_broadcast.status.layout import NAME, PAGE_BYTES
 
 __all__ = [
     "DUMP_SUFFIX",
     "KEPT_RUNS",
     "PAGE_SUFFIX",
     "RunFolder",
-    "is_page_file",
+    "is_page",
+    "is_page_link",
     "is_private",
     "new_run",
     "runs_in",
@@ -41,6 +42,7 @@ DUMP_SUFFIX: Final = ".dump"
 
 _RUN: Final = re.compile(r"run-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
 _OTHERS: Final = 0o077
+_DELETED: Final = " (deleted)"
 
 
 def new_run() -> str:
@@ -53,10 +55,17 @@ def is_private(status: os.stat_result) -> bool:
     return os.geteuid() in (0, status.st_uid) and not stat.S_IMODE(status.st_mode) & _OTHERS
 
 
-def is_page_file(descriptor: int) -> bool:
-    """Return whether a descriptor is a page in a file that only this user reaches."""
+def is_page_link(target: str) -> bool:
+    """Return whether an entry of /proc/PID/fd with this target looks like a page; `is_page` tells."""
+    return target.startswith(f"/memfd:{NAME}") or target.removesuffix(_DELETED).endswith(PAGE_SUFFIX)
+
+
+def is_page(descriptor: int) -> bool:
+    """Return whether a descriptor may be mapped as a page: it has that size, and is a sealed memfd or private."""
     status = os.fstat(descriptor)
-    return stat.S_ISREG(status.st_mode) and is_private(status) and status.st_size == PAGE_BYTES
+    if status.st_size != PAGE_BYTES:
+        return False
+    return is_sealed(descriptor) or (stat.S_ISREG(status.st_mode) and is_private(status))
 
 
 def runs_in(directory: Path) -> list[str]:

@@ -226,6 +226,16 @@ def test_no_dump_holds_what_the_user_sends(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee("S11")
+def test_a_text_that_is_no_unicode_hides_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A text of the system may hold bytes that are none, which a dump cannot hold."""
+    folder = begin(tmp_path / "record")
+    with caplog.at_level(logging.WARNING):
+        ShownCalls("tp:0", 0, [0, 1]).broken(CommTimeoutError("no \udcff"), None, lambda rank: "alive")
+    assert ["no dump of the failure" in record.getMessage() for record in caplog.records] == [True]
+    assert files(folder, DUMP_SUFFIX) == []
+
+
+@pytest.mark.guarantee("S11")
 def test_a_directory_that_is_gone_hides_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What cannot be written is logged, and the error of the call stays what it was."""
     folder = begin(tmp_path / "record")

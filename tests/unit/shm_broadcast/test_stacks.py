@@ -75,10 +75,34 @@ for ends in (False, True, False):
     assert [part.count(" in beside\n") for part in parts] == [0, 1, 1], parts
 
 
+@pytest.mark.guarantee("S12")
+def test_a_process_that_keeps_its_page_in_a_file_answers(tmp_path: Path) -> None:
+    """It still has the page open that it had before, which announces no signal."""
+    recorded = (
+        "from pathlib import Path\n"
+        "from shm_broadcast.status.page import record_own_page\n"
+        "from shm_broadcast.status.record_file import new_run\n"
+        "before = own_page()\n"
+        f"record_own_page(Path({str(tmp_path / 'record')!r}), new_run(), 0)\n"
+        "offer_stacks(NUMBER)"
+    )
+    with hanging(HANGS["sleep"], recorded) as process:
+        assert " in hangs_here\n" in asked(process.pid)
+
+
+@pytest.mark.guarantee("S12")
+def test_a_process_whose_name_was_cut_within_a_character_answers() -> None:
+    """The kernel keeps 15 bytes of a name, and tells them as they are."""
+    named = "ctypes.CDLL(None).prctl(15, 'ループする工程'.encode(), 0, 0, 0)\n"
+    with hanging(named + HANGS["sleep"], offers=named + "offer_stacks(NUMBER)") as process:
+        assert " in hangs_here\n" in asked(process.pid)
+
+
 @pytest.mark.guarantee("S15")
-def test_a_thread_of_another_process_is_not_signalled() -> None:
-    """The memory names a thread that is another process by now: only the main thread answers."""
-    code = "os.pwrite(place, str(os.getppid()).encode(), 0)\n"
+@pytest.mark.parametrize("thread", ["str(os.getppid())", "'9' * 200"])
+def test_a_thread_of_another_process_is_not_signalled(thread: str) -> None:
+    """The memory names a thread that is another process by now, or cannot be: only the main thread answers."""
+    code = f"os.pwrite(place, ({thread}).encode(), 0)\n"
     find = (
         "place = next(int(name) for name in os.listdir('/proc/self/fd')[:-1]"
         " if 'stacks' in os.readlink(f'/proc/self/fd/{name}'))\n"

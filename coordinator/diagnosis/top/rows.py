@@ -100,8 +100,8 @@ class _Plane(msgspec.Struct, frozen=True):
         return sum(getattr(each, word) for lane in self.lanes for each in lane.counters)
 
 
-# A group in a job, and a plane in it with what carries it.
-_GroupKey = tuple[int, str, int]
+# A group in a job, and a plane in it with what carries it. All tensor-parallel groups of a job have one name.
+_GroupKey = tuple[int, str, int, tuple[int, ...]]
 _PlaneKey = tuple[str, str]
 
 
@@ -150,7 +150,7 @@ def _identity(seen: Seen) -> tuple[str, int, int, int]:
 
 
 def _key(seen: Seen, group: Group) -> _GroupKey:
-    return seen.job, group.name, group.epoch
+    return seen.job, group.name, group.epoch, group.ranks
 
 
 def _planes(group: Group) -> dict[_PlaneKey, _Plane]:

@@ -181,6 +181,21 @@ def test_jobs_with_equal_names_are_told_apart() -> None:
     assert [(row.job, row.rank, row.waits_for) for row in rows] == [(0, 4, ()), (0, 5, None), (1, 5, None)]
 
 
+def test_groups_of_one_job_with_one_name_are_told_apart() -> None:
+    """Tensor-parallel groups are made together and share a name: what one does says nothing of the other."""
+    first, second = {"ranks": (4, 5), "world_size": 2}, {"ranks": (6, 7), "world_size": 2}
+    rows = rows_of(
+        None,
+        sample(
+            page(104, group(0, lane("asleep", number=6), **first)),
+            page(105, group(1, lane("asleep", number=6), **first)),
+            page(106, group(0, lane("asleep", number=3), **second)),
+            page(107, group(1, lane("idle", number=2), **second)),
+        ),
+    )
+    assert {row.rank: row.waits_for for row in rows} == {4: (), 5: (), 6: (7,), 7: None}
+
+
 def test_pages_that_share_memory_or_a_holder_are_one_job() -> None:
     """Also by others between them."""
     marked: list[tuple[tuple[int, int], set[object]]] = [

@@ -99,10 +99,14 @@ class MetricsServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a client in a thread of its own, or hang up if there is no room."""
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()  # no thread has begun
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer a client, then make room for another."""

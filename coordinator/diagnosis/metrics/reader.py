@@ -55,7 +55,7 @@ class MetricsReader:
 
 
 def _with_records(found: Found) -> Page | None:
-    """Return the page again, with the calls that have ended; None if it has gone.
+    """Return the page again, with the calls that have ended; None if it has gone, or they make no sense.
 
     A rank may hold the pages of all others. Only this one is decoded with its calls, which takes long.
     """
@@ -65,21 +65,22 @@ def _with_records(found: Found) -> Page | None:
         except OSError:
             continue  # the process has ended meanwhile, or has become another user's
         for link in links:
-            copy = _copy(link, found.page)
-            if copy is not None:
-                return decode_page(copy)
+            page = _decoded(link, found.page)
+            if page is not None:
+                return page
     return None
 
 
-def _copy(link: str, wanted: Page) -> bytes | None:
-    """Return a copy of the page `link` if it is that of the process of `wanted`."""
+def _decoded(link: str, wanted: Page) -> Page | None:
+    """Return the page `link` with its calls if it is that of the process of `wanted`."""
     try:
         with map_page(link) as memory:
             copy = _core.status_copy(memory)
-        page = decode_page(copy, records=False)
+        if _process(decode_page(copy, records=False)) != _process(wanted):
+            return None
+        return decode_page(copy)
     except (OSError, DecodeError):
-        return None  # it has gone meanwhile, or is another one, of which the search tells the fault
-    return copy if _process(page) == _process(wanted) else None
+        return None  # it has gone meanwhile, or makes no sense, and must not hide the pages of others
 
 
 def _process(page: Page) -> tuple[int, int, int]:

@@ -18,6 +18,7 @@ import msgspec
 from coordinator.diagnosis.metrics.lags import Lag, QueueReader, lags_of
 from coordinator.diagnosis.model import Counters, Group, Lane, Page
 from coordinator.diagnosis.pages import Found, Search
+from coordinator.diagnosis.same_calls import PageGroups
 from shm_broadcast.status.layout import BUCKETS
 
 __all__ = ["Counts", "Key", "Member", "Reading", "Totals"]
@@ -211,16 +212,16 @@ class Totals:
             return {}
         self._errors.update(errors)
         found_by: dict[tuple[_Instance, Key], int] = defaultdict(int)
-        groups = {group.name: group for group in page.groups}  # of one name the newest
+        groups = PageGroups(page)
         newest: dict[_Instance, int] = {}
         for record in page.records:
-            instance = _instance(page, groups[record.group])
-            if instance not in errors:
+            of = groups.of(record)
+            instance = None if of is None else _instance(page, of[1])
+            if of is None or instance not in errors:
                 continue  # it is younger than the counters
             newest[instance] = record.index
             if record.outcome == "disagreed" and record.index > self._classified.get(instance, 0):
-                rank = _rank(page, groups[record.group])
-                found_by[instance, Key(rank, record.group, record.plane, record.call)] += 1
+                found_by[instance, Key(_rank(page, of[1]), record.group, record.plane, record.call)] += 1
         self._classified.update(newest)
         return found_by
 

@@ -144,12 +144,16 @@ class Sampler:
         faults = dict(self._faults)
         for place, kept in list(self._kept.items()):
             copy = _core.status_copy(kept.memory)
-            if not any(copy[:8]):
-                continue  # it is being made
             try:
-                page = decode_page(copy, newest=newest)
+                page = decode_page(copy, newest=newest) if any(copy[:8]) else None  # it is being made
             except DecodeError as error:
-                faults[next(iter(kept.holders), 0)] = str(error)
+                page = None
+                if kept.holders:
+                    faults[next(iter(kept.holders))] = str(error)
+            if page is None:
+                if not kept.holders:
+                    kept.memory.close()
+                    del self._kept[place]
                 continue
             if kept.start_ticks != page.start_ticks:
                 # It is asked once: a process that holds its page keeps its number while it lives.

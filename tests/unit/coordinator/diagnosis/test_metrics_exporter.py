@@ -191,6 +191,22 @@ def test_more_clients_than_there_is_room_for_are_hung_up_on(
     assert ask(server).status == 200
 
 
+def test_a_client_for_whom_no_thread_begins_takes_no_room(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that has no room for a thread now may have some later."""
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, socket.socket() as client:
+        patch.setattr(threading.Thread, "start", fail)
+        for _ in range(exporter._MOST_CLIENTS + 1):
+            with pytest.raises(RuntimeError):
+                server.process_request(client, None)
+    assert ask(server).status == 200
+
+
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     """node_exporter, which is another user, reads files whose names end with .prom, and sees the old or the new one."""
     reader = MetricsReader(lambda: Search((), (), {}))

@@ -22,7 +22,7 @@ from coordinator.diagnosis.metrics.families import families_of
 from coordinator.diagnosis.metrics.reader import MetricsReader, read_own
 from coordinator.diagnosis.pages import Search
 from shm_broadcast import _core
-from shm_broadcast.errors import CapabilityError
+from shm_broadcast.errors import CapabilityError, DecodeError
 from shm_broadcast.segment import Segment
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import NAME, PAGE_BYTES, TABLES, GroupState, LaneState, Outcome
@@ -226,6 +226,21 @@ def test_a_forked_child_begins_again(name: str, group: GroupStatus, monkeypatch:
     assert any(key.group == name for key in own.read().counts)
     monkeypatch.setattr(reader, "fork_count", lambda: own._forks + 1)
     assert own.read().counts == {}
+
+
+def test_calls_without_sense_hide_no_other_page(
+    name: str, group: GroupStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counters of a page make sense and its calls do not: its errors count as failures, and all else as ever."""
+
+    def decode(copy: bytes, records: bool = True) -> Any:
+        if records:
+            raise DecodeError("outcome 9")
+        return decode_page(copy, records)
+
+    monkeypatch.setattr(reader, "decode_page", decode)
+    counts = [of for key, of in MetricsReader(read_own).read().counts.items() if key.group == name]
+    assert [(of.disagreed, of.failed) for of in counts] == [(0, 2)]
 
 
 def test_only_the_page_of_an_error_is_decoded_with_its_calls(

@@ -190,6 +190,18 @@ def test_errors_are_told_apart_by_the_records(sums: Totals) -> None:
     assert (counts.disagreed, counts.failed) == (2, 3)
 
 
+def test_an_error_is_that_of_the_group_in_which_it_was_made() -> None:
+    """A world that is joined again has a group of the same name, in which no call has failed."""
+    left = group(lane(counters(4, errors=1)), created_ns=1, state="left")
+    again = group(lane(counters(4, errors=1)), created_ns=100)
+    page = found(left, again, records=(failing_record(4, "disagreed"),))
+    sums = Totals(lambda each: each.page)
+    counts = sums.update(search(page)).counts[KEY]
+    assert (counts.disagreed, counts.failed) == (1, 1)
+    shares = {instance.created_ns: share[KEY] for instance, share in sums._shares.items()}
+    assert (shares[1].disagreed, shares[100].disagreed) == (1, 0)
+
+
 def test_records_are_read_only_where_errors_were_counted() -> None:
     """Decoding them takes long, so a look at a healthy job does without."""
     asked = []

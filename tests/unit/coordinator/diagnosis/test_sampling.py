@@ -111,6 +111,19 @@ def test_a_page_that_nobody_keeps_is_let_go(sampler: Sampler, monkeypatch: pytes
     assert len(os.listdir("/proc/self/fd")) == descriptors - 1
 
 
+def test_memory_without_sense_is_let_go_when_nobody_holds_it(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs of another release come and go: the last that was seen of them is no fault for ever, and takes no memory."""
+    with child(BAD) as process:
+        held = {memory.place for memory in pages.find_memory(process.pid) if memory.is_page}
+        assert process.pid in sampler.sample().faults
+        assert held & set(sampler._kept)
+    monkeypatch.setattr(sampler, "_next_search_s", 0.0)
+    assert not {0, process.pid} & set(sampler.sample().faults)
+    assert not held & set(sampler._kept)
+
+
 def test_a_process_with_the_number_of_one_that_has_ended_is_another_one(
     sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,9 +23,20 @@ import msgspec
 
 from coordinator.diagnosis.model import Page
 
-__all__ = ["FEWEST_CALLS", "LaneCount", "LaneName", "Straggler", "StragglerWatch", "counts_of", "suspects"]
+__all__ = [
+    "FEWEST_CALLS",
+    "LaneCount",
+    "LaneName",
+    "Straggler",
+    "StragglerWatch",
+    "counts_of",
+    "is_suspect",
+    "suspects",
+]
 
 FEWEST_CALLS: Final = 200
+"""Calls that must be seen before a rank is named for coming last."""
+
 _LEAST_LAST: Final = 0.5
 _LEAST_LATE: Final = 0.1
 _DEVIATIONS: Final = 4.0
@@ -150,11 +161,7 @@ def suspects(before: Counts, after: Counts, window_ns: int) -> dict[LaneName, St
     found: dict[LaneName, Straggler] = {}
     for name, count in grown.items():
         others = max((other for other, lane in late[name.shared] if lane != name), default=0)
-        if (
-            count.calls >= FEWEST_CALLS
-            and count.last >= max(_LEAST_LAST * count.calls, _by_chance(count.calls, len(name.ranks)))
-            and count.late_ns - others >= _LEAST_LATE * window_ns
-        ):
+        if is_suspect(count, others, len(name.ranks), window_ns):
             found[name] = Straggler(
                 rank=count.rank,
                 pid=name.pid,
@@ -166,6 +173,15 @@ def suspects(before: Counts, after: Counts, window_ns: int) -> dict[LaneName, St
                 window_ns=window_ns,
             )
     return found
+
+
+def is_suspect(count: LaneCount, others_late_ns: int, ranks: int, window_ns: int) -> bool:
+    """Return whether one of `ranks` was late in a window, and no other for longer than `others_late_ns`."""
+    return (
+        count.calls >= FEWEST_CALLS
+        and count.last >= max(_LEAST_LAST * count.calls, _by_chance(count.calls, ranks))
+        and count.late_ns - others_late_ns >= _LEAST_LATE * window_ns
+    )
 
 
 def _by_chance(calls: int, ranks: int) -> float:

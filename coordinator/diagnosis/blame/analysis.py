@@ -16,15 +16,9 @@ from coordinator.diagnosis.blame.members import GroupKey, Job, Node, key_of, ope
 from coordinator.diagnosis.blame.verdict import Culprit, Finding, Rule, Verdict, called
 from coordinator.diagnosis.blame.wait_graph import Edge, WaitGraph, slowest_readers
 from coordinator.diagnosis.model import Record
+from coordinator.diagnosis.stragglers import FEWEST_CALLS, LaneCount, is_suspect
 
-__all__ = ["STRAGGLER_CALLS", "STRAGGLER_LAST", "STRAGGLER_LATE", "judge"]
-
-STRAGGLER_CALLS: Final = 200
-"""Calls that must be seen before a rank is named for coming last."""
-STRAGGLER_LAST: Final = 0.5
-"""Part of these calls to which it must have come last."""
-STRAGGLER_LATE: Final = 0.1
-"""Part of the time of these calls that its lateness must take."""
+__all__ = ["judge"]
 
 _MOST_DETAILS: Final = 16
 _MOST_RANKS: Final = 1 << 16
@@ -241,7 +235,7 @@ def _timed_out_together(job: Job, key: GroupKey) -> bool:
 
 
 def _stragglers(job: Job) -> Iterator[Finding]:
-    """Name who comes last to most calls of a group, if the others lose much of their time by that."""
+    """Name who comes last to most calls of a group, by the rule of `stragglers` for a single window."""
     named: set[tuple[str, str, Node]] = set()
     for process in job.processes:
         groups = {(group.name, group.epoch): group for group in process.page.groups}
@@ -251,25 +245,31 @@ def _stragglers(job: Job) -> Iterator[Finding]:
                 lanes.setdefault((record.group, record.epoch, record.plane), []).append(record)
         for (name, epoch, plane), records in lanes.items():
             group = groups.get((name, epoch))
-            if group is None or len(records) < STRAGGLER_CALLS:
+            if group is None or len(records) < FEWEST_CALLS:
                 continue
             window_ns = max(records[-1].end_ns - records[0].begin_ns, 1)
-            for place in range(len(group.ranks)):
-                own = [record for record in records if record.last == place]
-                late_ns = sum(record.late_ns for record in own)
-                if len(own) < STRAGGLER_LAST * len(records) or late_ns < STRAGGLER_LATE * window_ns:
+            late = [_counted(records, place) for place in range(len(group.ranks))]
+            for place, count in enumerate(late):
+                others = max((each.late_ns for each in late if each is not count), default=0)
+                if not is_suspect(count, others, len(late), window_ns):
                     continue
-                late = job.member(group, place)
-                if (name, plane, late) in named:
+                node = job.member(group, place)
+                if (name, plane, node) in named:
                     continue
-                named.add((name, plane, late))
+                named.add((name, plane, node))
                 what = (
-                    f"came last to {len(own)} of {len(records)} calls, and kept the others waiting for "
-                    f"{100 * late_ns / window_ns:.0f} % of {window_ns / 1e9:.1f} s"
+                    f"came last to {count.last} of {count.calls} calls, and kept the others waiting for "
+                    f"{100 * count.late_ns / window_ns:.0f} % of {window_ns / 1e9:.1f} s"
                 )
                 yield Finding(
-                    "straggler", (job.culprit(late, what),), records[-1].call, name, plane, records[-1].number
+                    "straggler", (job.culprit(node, what),), records[-1].call, name, plane, records[-1].number
                 )
+
+
+def _counted(records: Sequence[Record], place: int) -> LaneCount:
+    """Return to how many of some calls the member in a place came last, and how late it was in these."""
+    late_ns = [record.late_ns for record in records if record.last == place]
+    return LaneCount(place, len(records), len(late_ns), sum(late_ns))
 
 
 def _broken_call(job: Job) -> Edge | None:

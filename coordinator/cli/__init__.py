@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "top":
         from coordinator.cli.top import show_top
 
-        return show_top(once=options.once, pid=options.pid, interval_s=options.interval)
+        return show_top(once=options.once, pids=options.pid, interval_s=options.interval)
     if options.command == "dump":
         from coordinator.cli.dump import write_dump
 
@@ -116,7 +116,9 @@ def _add_top_and_dump(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "top", help="show what the ranks on this host do, also while they hang or are stopped"
     )
     top.add_argument("--once", action="store_true", help="print one look as plain text, and end")
-    top.add_argument("--pid", type=_pid, help="show this process alone")
+    top.add_argument(
+        "--pid", type=_pid, action="append", default=[], help="only this process; may be repeated"
+    )
     top.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
     )

@@ -8,36 +8,37 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 from coordinator.diagnosis.top.late_ranks import LateRanks
 from coordinator.diagnosis.top.rows import Row, rows_of
-from coordinator.diagnosis.top.sampling import Sample, Sampler, of_process
+from coordinator.diagnosis.top.sampling import Sample, Sampler, of_processes
 from coordinator.diagnosis.top.screen import text_screen
 
 __all__ = ["show_top"]
 
 
-def show_top(*, once: bool, pid: int | None, interval_s: float) -> int:
+def show_top(*, once: bool, pids: Sequence[int], interval_s: float) -> int:
     """Show what the ranks on this host do; return the exit status.
 
     A terminal gets a screen that changes in place, if rich is installed; `q` or Ctrl-C ends it. All else gets text.
 
     Args:
         once: Print one look, for which `interval_s` passes between two samples, and end.
-        pid: Show this process alone.
+        pids: Show these processes alone; empty for all.
         interval_s: Seconds from one look to the next.
     """
     sampler = Sampler()
     try:
         if once:
-            return _print_once(sampler, pid, interval_s)
+            return _print_once(sampler, pids, interval_s)
         if sys.stdout.isatty() and find_spec("rich") is not None:
-            _show_live(sampler, pid, interval_s)
+            _show_live(sampler, pids, interval_s)
         else:
-            _print_on(sampler, pid, interval_s)
+            _print_on(sampler, pids, interval_s)
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:
@@ -48,54 +49,62 @@ def show_top(*, once: bool, pid: int | None, interval_s: float) -> int:
     return 0
 
 
-def _print_once(sampler: Sampler, pid: int | None, interval_s: float) -> int:
+def _print_once(sampler: Sampler, pids: Sequence[int], interval_s: float) -> int:
     before = sampler.sample()
     if before.seen:
         time.sleep(interval_s)
     now = sampler.sample()
-    rows = rows_of(before, now, pid)
+    rows = rows_of(before, now, pids)
     if not rows:
-        sys.stderr.write(_nothing(now, pid) + "\n")
+        sys.stderr.write(_nothing(now, pids) + "\n")
         return 1
-    sys.stdout.write(text_screen(_shown(now, pid), rows))
+    sys.stdout.write(text_screen(_shown(now, pids), rows))
     sys.stdout.flush()
     return 0
 
 
-def _shown(sample: Sample, pid: int | None) -> Sample:
-    return sample if pid is None else of_process(sample, pid)
+def _shown(sample: Sample, pids: Sequence[int]) -> Sample:
+    return of_processes(sample, pids) if pids else sample
 
 
-def _nothing(sample: Sample, pid: int | None) -> str:
+def _nothing(sample: Sample, pids: Sequence[int]) -> str:
     """Return why there is nothing to show."""
-    if pid is not None and pid in sample.refused:
-        return (
-            f"process {pid} may not be read: its user must be that of this command, and the kernel must allow this "
-            "command to trace it (ptrace(2), PTRACE_MODE_READ_FSCREDS)"
-        )
-    if pid is not None and pid in sample.faults:
-        return f"process {pid}: {sample.faults[pid]}"
-    whose = "no process on this host has" if pid is None else f"process {pid} has"
-    text = f"{whose} {'a' if pid is None else 'no'} status page with a group, or one that lives"
+    if pids:
+        return "\n".join(_why_not(sample, pid) for pid in pids)
+    text = "no process on this host has a status page"
     if sample.refused:
         text += f"; {len(sample.refused)} processes may not be read"
     return text
 
 
-def _print_on(sampler: Sampler, pid: int | None, interval_s: float) -> None:
+def _why_not(sample: Sample, pid: int) -> str:
+    """Return why a process cannot be shown."""
+    if pid in sample.refused:
+        return (
+            f"process {pid} may not be read: its user must be that of this command, and the kernel must allow this "
+            "command to trace it (ptrace(2), PTRACE_MODE_READ_FSCREDS)"
+        )
+    if pid in sample.faults:
+        return f"process {pid}: {sample.faults[pid]}"
+    if not Path(f"/proc/{pid}").exists():
+        return f"process {pid} does not exist"
+    return f"process {pid} has no status page: it has created no group"
+
+
+def _print_on(sampler: Sampler, pids: Sequence[int], interval_s: float) -> None:
     """Print a look every `interval_s`, until an exception ends this."""
     before, late = None, LateRanks()
     while True:
         now = sampler.sample()
-        rows = rows_of(before, now, pid, late.look(now))
+        rows = rows_of(before, now, pids, late.look(now))
         at = time.strftime("%H:%M:%S")
-        sys.stdout.write(f"{at}  {text_screen(_shown(now, pid), rows)}\n")
+        sys.stdout.write(f"{at}  {text_screen(_shown(now, pids), rows)}\n")
         sys.stdout.flush()
         before = now
         time.sleep(interval_s)
 
 
-def _show_live(sampler: Sampler, pid: int | None, interval_s: float) -> None:
+def _show_live(sampler: Sampler, pids: Sequence[int], interval_s: float) -> None:
     """Show a screen until `q` is pressed."""
     from rich.console import Console
     from rich.live import Live
@@ -106,13 +115,13 @@ def _show_live(sampler: Sampler, pid: int | None, interval_s: float) -> None:
     hint = f"every {interval_s:g} s, q ends"
 
     def screen(now: Sample, rows: tuple[Row, ...]) -> None:
-        live.update(rich_screen(_shown(now, pid), rows, console.height, hint), refresh=True)
+        live.update(rich_screen(_shown(now, pids), rows, console.height, hint), refresh=True)
 
     before, late = None, LateRanks()
     with _keys() as has_keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             now = sampler.sample()
-            screen(now, rows_of(before, now, pid, late.look(now)))
+            screen(now, rows_of(before, now, pids, late.look(now)))
             # The first look has no rates yet: the second one follows soon.
             until_s = time.monotonic() + (interval_s if before is not None else min(interval_s, 0.5))
             before = now

@@ -106,14 +106,14 @@ _PlaneKey = tuple[str, str]
 
 
 def rows_of(
-    before: Sample | None, now: Sample, pid: int | None = None, late: Collection[Straggler] = ()
+    before: Sample | None, now: Sample, pids: Collection[int] = (), late: Collection[Straggler] = ()
 ) -> tuple[Row, ...]:
     """Return a row for each rank and plane of each group that is not left, by job, group, plane and rank.
 
     Args:
         before: An earlier sample, from which rates are computed.
         now: The sample that is shown.
-        pid: Show this process alone.
+        pids: Show these processes alone; empty for all.
         late: The ranks that are late all the time.
     """
     planes = {id(seen): {id(group): _planes(group) for group in _shown(seen)} for seen in now.seen}
@@ -125,7 +125,7 @@ def rows_of(
     earlier = {} if before is None else {_identity(seen): seen for seen in before.seen}
     rows: list[Row] = []
     for seen in now.seen:
-        if pid is not None and pid not in (seen.pid, seen.page.pid):
+        if pids and seen.pid not in pids and seen.page.pid not in pids:
             continue
         maker = _Maker(before, now, earlier.get(_identity(seen)), seen, planes[id(seen)])
         maker.late = {(each.group, each.plane) for each in late if each.pid == seen.page.pid}

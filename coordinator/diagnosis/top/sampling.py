@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,7 @@ from coordinator.diagnosis.queues import Ring, read_rings
 from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError
 
-__all__ = ["Sample", "Sampler", "Seen", "jobs_of", "of_process"]
+__all__ = ["Sample", "Sampler", "Seen", "jobs_of", "of_processes"]
 
 # A process is searched for its page this often while it is new, then seldom; a search may take this share of a core.
 SEARCH_S: Final = 1.5
@@ -83,12 +83,12 @@ class Sample(msgspec.Struct, frozen=True):
     faults: dict[int, str]
 
 
-def of_process(sample: Sample, pid: int) -> Sample:
-    """Return a sample with the queues and channels of one process alone; it keeps all pages, which tell who waits."""
+def of_processes(sample: Sample, pids: Collection[int]) -> Sample:
+    """Return a sample with the queues and channels of these alone; it keeps all pages, which tell who waits."""
     own = {
         (end.inode, end.offset)
         for seen in sample.seen
-        if pid in (seen.pid, seen.page.pid)
+        if seen.pid in pids or seen.page.pid in pids
         for end in seen.page.queues
     }
     rings = tuple(ring for ring in sample.rings if (ring.inode, ring.offset) in own)

@@ -65,7 +65,7 @@ def test_one_look_at_stopped_ranks_is_plain_text(
         try:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-            for more in ([], ["--pid", str(pids[1])]):
+            for more in ([], ["--pid", str(pids[1])], ["--pid", str(pids[0]), "--pid", str(pids[1])]):
                 assert main(["top", "--once", "--interval", "0.2", *more]) == 0
                 out, err = capsys.readouterr()
                 assert err == ""
@@ -87,14 +87,22 @@ def test_one_look_at_stopped_ranks_is_plain_text(
     assert found[second][3] == "barrier"
     alone = [line.split() for line in printed[1].splitlines() if "world:0" in line]
     assert [row[4] for row in alone] == [second]
+    both = [line.split() for line in printed[2].splitlines() if "world:0" in line]
+    assert [row[4] for row in both] == [first, second]
 
 
 def test_a_process_that_cannot_be_shown_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """The status is 1: the process has no page, or there is none."""
+    """The status is 1, and a line for each process says why: it has no page, or does not exist."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        assert main(["top", "--once", "--interval", "0.01", "--pid", str(other.pid)]) == 1
+        pids = ["--pid", str(other.pid), "--pid", str(ended.pid)]
+        assert main(["top", "--once", "--interval", "0.01", *pids]) == 1
         other.communicate(b"\n")
-    assert f"process {other.pid} has no status page" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines() == [
+        f"process {other.pid} has no status page: it has created no group",
+        f"process {ended.pid} does not exist",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from coordinator.diagnosis.queues import Reader, Ring
 from coordinator.diagnosis.top.activity import activity_of
 from coordinator.diagnosis.top.late_ranks import WINDOW_S, LateRanks
 from coordinator.diagnosis.top.rows import Row, rows_of
-from coordinator.diagnosis.top.sampling import Sample, Seen, jobs_of, of_process
+from coordinator.diagnosis.top.sampling import Sample, Seen, jobs_of, of_processes
 
 NOW_NS = 100_000_000_000
 
@@ -311,7 +311,7 @@ def test_a_rank_that_is_late_in_two_windows_is_marked() -> None:
             page(105, group(1, lane(counters=(counters(calls=calls, last=slow * 10),)))),
         )
         now = sample(*pages, at_ns=NOW_NS + second * 1_000_000_000)
-        rows = rows_of(None, now, None, late.look(now))
+        rows = rows_of(None, now, (), late.look(now))
         marked.append([(row.rank, row.plane) for row in rows if row.is_late])
     assert WINDOW_S == 10
     assert marked == [[], [], [], [], *[[(4, "shared")]] * 4, [], []]
@@ -360,6 +360,7 @@ def test_a_process_that_sleeps_in_a_queue_is_idle_and_a_writer_without_room_wait
     assert tuple(activity_of(None, seen(writes, process()), 0.0, (full,))) == ("waiting", "for room in steps")
     assert activity_of(None, seen(other, process()), 0.0, (ring, full)).state == "sleeping"
     looked = Sample(NOW_NS, (seen(reads, process()), seen(other, process(105))), (ring,), (), {})
-    assert of_process(looked, 104).rings == (ring,)
-    assert of_process(looked, 105).rings == ()
-    assert [row.pid for row in rows_of(None, looked, 105)] == [105]
+    assert of_processes(looked, [104]).rings == (ring,)
+    assert of_processes(looked, [105]).rings == ()
+    assert [row.pid for row in rows_of(None, looked, [105])] == [105]
+    assert [row.pid for row in rows_of(None, looked, [105, 104, 99])] == [104, 105]

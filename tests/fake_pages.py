@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from coordinator.diagnosis.blame.evidence import Process
 from coordinator.diagnosis.model import Group, Lane, Page, Queue, Record
 
@@ -28,6 +30,13 @@ class FakeRank:
         self._lanes: dict[tuple[str, str], Lane] = {}
         self._records: list[Record] = []
         self._queues: list[Queue] = []
+        self._began_ns = self.now_ns
+        self._before: Page | None = None
+
+    def after(self, left: FakeRank) -> FakeRank:
+        """Show the groups and calls of `left` too: what the process did before it made the groups of this one."""
+        self._before = left.page()
+        return self
 
     def group(self, name: str, ranks: Sequence[int], state: str = "usable") -> FakeRank:
         """Be in a group, or change its state."""
@@ -114,7 +123,10 @@ class FakeRank:
 
     def page(self) -> Page:
         """Return the page."""
-        groups = tuple(
+        before = self._before
+        groups = () if before is None else before.groups
+        records = () if before is None else before.records
+        groups += tuple(
             Group(
                 name=name,
                 state=group["state"],
@@ -122,7 +134,7 @@ class FakeRank:
                 place=group["ranks"].index(self.rank),
                 world_size=len(group["ranks"]),
                 ranks=group["ranks"],
-                created_ns=1,
+                created_ns=1 if before is None else self._began_ns,
                 cause="",
                 is_torn=False,
                 lanes=tuple(lane for (of, _), lane in self._lanes.items() if of == name),
@@ -142,10 +154,13 @@ class FakeRank:
             refused=0,
             created_ns=1,
             realtime_ns=0,
-            calls=len(self._records),
+            calls=len(records) + len(self._records),
             groups=groups,
             queues=tuple(self._queues),
-            records=tuple(self._records),
+            records=(
+                *records,
+                *(msgspec.structs.replace(each, index=len(records) + each.index) for each in self._records),
+            ),
         )
 
     def process(self, **words: Any) -> Process:

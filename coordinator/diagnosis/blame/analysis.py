@@ -241,11 +241,14 @@ def _stragglers(job: Job) -> Iterator[Finding]:
         groups = {(group.name, group.epoch): group for group in process.page.groups}
         lanes: dict[tuple[str, int, str], list[Record]] = {}
         for record in process.page.records:
+            group = groups.get((record.group, record.epoch))
+            if group is None or record.begin_ns < group.created_ns:
+                continue
             if record.last is not None and record.outcome == "done":
                 lanes.setdefault((record.group, record.epoch, record.plane), []).append(record)
         for (name, epoch, plane), records in lanes.items():
-            group = groups.get((name, epoch))
-            if group is None or len(records) < FEWEST_CALLS:
+            group = groups[name, epoch]
+            if len(records) < FEWEST_CALLS:
                 continue
             window_ns = max(records[-1].end_ns - records[0].begin_ns, 1)
             late = [_counted(records, place) for place in range(len(group.ranks))]

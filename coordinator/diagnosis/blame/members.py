@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from coordinator.diagnosis.blame.evidence import Evidence, Failure, Process
@@ -247,14 +247,20 @@ def _key(process: Process, group: Group, plane: str, algorithm: str) -> LaneKey:
     return LaneKey(key_of(group), plane.removesuffix(_WAITS), carrier)
 
 
+def _newest(process: Process) -> Iterable[Group]:
+    """Return the groups of a process; of those that one key means, as of a world that was joined again, the last."""
+    return {key_of(group): group for group in process.page.groups if not group.is_torn}.values()
+
+
 def _records(process: Process) -> dict[LaneKey, dict[int, Record]]:
     """Return the numbered calls that have ended, by their order of calls and number."""
-    # Within a process no two groups have one name and epoch.
-    groups = {(group.name, group.epoch): group for group in process.page.groups}
+    groups = {(group.name, group.epoch): group for group in _newest(process)}
     found: dict[LaneKey, dict[int, Record]] = {}
     for record in process.page.records:
         group = groups.get((record.group, record.epoch))
-        if record.number and group is not None and not record.plane.endswith(_WAITS):
+        if group is None or record.begin_ns < group.created_ns:
+            continue
+        if record.number and not record.plane.endswith(_WAITS):
             key = _key(process, group, record.plane, record.algorithm)
             found.setdefault(key, {})[record.number] = record
     return found
@@ -262,9 +268,7 @@ def _records(process: Process) -> dict[LaneKey, dict[int, Record]]:
 
 def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]) -> dict[LaneKey, Position]:
     found: dict[LaneKey, Position] = {}
-    for group in process.page.groups:
-        if group.is_torn:
-            continue
+    for group in _newest(process):
         # A wait for a call that was queued on a device has a lane of its own, which comes last.
         lanes = sorted(enumerate(group.lanes), key=lambda item: item[1].plane.endswith(_WAITS))
         for index, lane in lanes:
@@ -289,8 +293,8 @@ def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]
 
 def _waits(process: Process) -> Iterator[Wait]:
     """Return the waits for single ranks."""
-    for group in process.page.groups:
-        for index, lane in enumerate(() if group.is_torn else group.lanes):
+    for group in _newest(process):
+        for index, lane in enumerate(group.lanes):
             if (
                 lane.plane.endswith(_WAITS)
                 and not lane.number

@@ -452,6 +452,20 @@ def test_the_rank_that_is_last_most_of_the_time_is_a_straggler() -> None:
         assert [(found.rule, found.ranks) for found in findings] == ([("straggler", (2,))] if named else [])
 
 
+def test_a_world_that_is_joined_again_is_not_compared_with_the_one_before() -> None:
+    """Its groups have the same names, and its calls count from 1 again, in planes that it may not have used yet."""
+
+    def joined_again(rank: int, calls: int) -> FakeRank:
+        left = FakeRank(rank, 2, began_s=1000).group("tp:0", (0, 1), "left")
+        left.calls("tp:0", *["broadcast"] * 4).calls("tp:0", "barrier", plane="shared host")
+        again = FakeRank(rank, 2, began_s=2000).group("tp:0", (0, 1))
+        return again.calls("tp:0", *["all_reduce"] * calls).after(left)
+
+    waiting = joined_again(0, 3).enter("tp:0", "barrier", plane="shared host")
+    found = first(waiting.process(), joined_again(1, 1).process())
+    assert (found.rule, found.ranks, found.number, found.plane) == ("root cause", (1,), 1, "shared host")
+
+
 @pytest.mark.guarantee("W2")
 def test_what_was_not_seen_is_told() -> None:
     """Refused groups, missing ranks, torn records and calls in CUDA graphs."""

@@ -132,7 +132,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             raise UsageError(f"local_rank must be the index of a device, not {local_rank!r}")
         # Taking a name counts it. Find this rank's mistakes first, or its count would differ from the other ranks'.
         device_of(torch_distributed_backend, local_rank)
-        name = unique_name(group_name, store, membership.rank, settings.create_timeout_s)
+        name = unique_name(group_name, store, membership.rank, settings.create_timeout_s, world.epoch)
         (parts,) = create_parts(
             [GroupPlan(name, group_ranks, membership)],
             world=world,
@@ -176,6 +176,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         what: str,
         facts: Mapping[str, str],
         beside: GroupCoordinator | None,
+        world: World | None = None,
     ) -> list[Self]:
         """Create several groups in one step, so that the ranks wait for each other only once. Collective.
 
@@ -187,16 +188,17 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             what: What is being created, for errors.
             facts: Further facts that must be equal on all ranks.
             beside: A group of all ranks, if there is one: it knows the ranks' host ids.
+            world: The processes among which they are created; default: the world of torch.distributed.
         """
-        world = world_of_torch()
+        world = world or world_of_torch()
         known = None if beside is None else beside._parts.world  # noqa: SLF001 - ours
-        if known is not None and not known.is_torch:
+        if known is not None and known.is_torch != world.is_torch:
             raise UsageError(
                 "world must be a group of torch's world; a stateless group has other ranks, and no ParallelGroups"
             )
         store, rank, settings = world.store, world.rank, permitted(settings)
         bases = list(tables)
-        round_name, names = next_names("layout", bases, store, rank, settings.create_timeout_s)
+        round_name, names = next_names("layout", bases, store, rank, settings.create_timeout_s, world.epoch)
         plans = [
             GroupPlan(name, table, find_membership(table, rank, world.size))
             for name, table in zip(names, tables.values(), strict=True)

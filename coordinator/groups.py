@@ -8,14 +8,18 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Literal, Self, TypeAlias, get_args
+from typing import Any, Final, Literal, Self, TypeAlias, cast, get_args
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.timings import StartUpReport
+from coordinator.bootstrap.world import World
+from coordinator.elastic.layouts import LayoutRule, drop_replicas
+from coordinator.elastic.rebuilding import Change, rebuild
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group import GroupCoordinator
 from coordinator.layout import Dimension, ParallelLayout, RankLists
@@ -60,6 +64,7 @@ class ParallelGroups:
         replica: The ranks of `tp`, `cp` and `pp` that hold one copy of the model; None unless it was asked for.
         eplb: The ranks of `ep` again, to move experts between ranks while `ep` is in use; None unless asked for.
         owns_world: Whether `destroy` also destroys `world`.
+        change: What has changed with the last rebuild; None for groups that were created.
     """
 
     layout: ParallelLayout
@@ -75,6 +80,7 @@ class ParallelGroups:
     replica: GroupCoordinator | None = None
     eplb: GroupCoordinator | None = None
     owns_world: bool = True
+    change: Change | None = dataclasses.field(default=None, kw_only=True)
     _entered: list[contextvars.Token[ParallelGroups]] = dataclasses.field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -266,7 +272,7 @@ class ParallelGroups:
             if use_message_queue_broadcaster:
                 groups["world"].enable_broadcaster()
                 groups["tp"].enable_broadcaster()
-            record = cls(layout=layout, owns_world=world is None, **groups)
+            record = cls(layout=layout, owns_world=world is None, **cast("dict[str, Any]", groups))
         except BaseException:
             destroy_together([group for group in reversed(groups.values()) if group is not world])
             raise
@@ -300,6 +306,84 @@ class ParallelGroups:
         record._retired.extend([*self._retired, *(parts[name] for name in created)])  # noqa: SLF001 - ours
         return record
 
+    def rebuild(
+        self,
+        *,
+        layout: LayoutRule = drop_replicas,
+        progress: int = 0,
+        min_members: int = 1,
+        timeout_s: float = 30.0,
+    ) -> Self:
+        """Create the groups again on the ranks that are left, after `PeerLostError` or `CommTimeoutError`.
+
+        Collective over all ranks that are left: each calls it when a call of its groups has raised. They agree on who
+        is left: all ranks of these groups but those whose process has provably ended, or, once the others have been
+        silent for a third of `timeout_s` (5 s at most), a majority. A rank that fails meanwhile is left out in a
+        further attempt. This record and its groups, the world group too, are destroyed once all have confirmed.
+
+        Members keep the order of their ranks, which are numbered anew without gaps. torch.distributed's own world stays
+        as it was, with the lost ranks: the new groups are none of its groups, as those of `create_stateless_group`.
+
+        Args:
+            layout: Chooses the new layout and the ranks that go on; a pure function, see `LayoutRule`. The default goes
+                on with the replicas of the model that have lost no rank.
+            progress: Any number that the others are to know, such as the last finished step; see `change.progress`.
+            min_members: Refuse to go on with fewer. Equal on all ranks.
+            timeout_s: How long to wait for enough ranks, in seconds; equal on all ranks.
+
+        Returns:
+            The new groups; `change` says what has changed.
+
+        Raises:
+            ExcludedError: The others go on without this rank.
+            DisagreementError: A rank could not go on, with the reason: too few members, no layout, other settings. All
+                of them raise it, and the groups are as they were; `rebuild` may be called again.
+            CommTimeoutError: Too few ranks came in time; `.missing` names the others. As above.
+            UsageError: The members of this world cannot change; see `init_distributed_environment(elastic=True)`.
+            NativeError: The store is gone.
+        """
+        parts = self.world._parts  # noqa: SLF001 - ours
+        if parts.world is None:
+            raise UsageError("fake groups cannot be rebuilt")
+        groups, change = rebuild(
+            self,
+            parts.world,
+            parts.processes,
+            self.world.settings,
+            layout,
+            progress,
+            min_members,
+            timeout_s,
+            self._create_again,
+        )
+        return dataclasses.replace(groups, change=change)
+
+    def _create_again(self, own: World, layout: ParallelLayout, create_timeout_s: float) -> Self:
+        """Create groups like these in a world of their own. Collective over that world."""
+        names: list[Dimension | ExtraGroup] = [*DIMENSIONS]
+        names += [name for name in EXTRA_GROUPS if getattr(self, name) is not None]
+        settings = msgspec.structs.replace(
+            self.world.settings, create_timeout_s=min(create_timeout_s, self.world.settings.create_timeout_s)
+        )
+        like = self.world
+        groups = _create_groups(
+            layout, names, settings, {}, None, like.local_rank, like.torch_distributed_backend, own
+        )
+        try:
+            for group in groups.values():
+                group.settings = like.settings
+            if like.mq_broadcaster is not None:
+                groups["world"].enable_broadcaster()
+                groups["tp"].enable_broadcaster()
+            record = type(self)(layout=layout, owns_world=True, **cast("dict[str, Any]", groups))
+        except BaseException:
+            destroy_together(list(reversed(groups.values())))
+            raise
+        record.world._parts.after.append(own.leave)  # noqa: SLF001 - ours
+        if self.ep.token_group is not None:
+            record.ep.token_group = record.dp if layout.data > 1 else record.cp
+        return record
+
     def by_name(self) -> dict[str, GroupCoordinator]:
         """Return the groups by the names of their attributes, in order of creation."""
         found = {name: getattr(self, name) for name in (*DIMENSIONS, *EXTRA_GROUPS)}
@@ -315,6 +399,11 @@ class ParallelGroups:
         Waits for the other ranks at most about `destroy_timeout_s` per group.
         """
         destroy_together(self.owned())
+
+    def destroy_everything(self) -> None:
+        """Destroy the groups, and the world group also if `destroy` leaves it alone. Idempotent, not collective."""
+        self.destroy()
+        self.world.destroy()
 
     def owned(self) -> list[GroupCoordinator]:
         """Return the groups that `destroy` destroys, in the order in which it does."""
@@ -362,6 +451,7 @@ def _create_groups(
     world: GroupCoordinator | None,
     local_rank: int | None = None,
     backend: str | None = None,
+    own: World | None = None,
 ) -> dict[str, GroupCoordinator]:
     """Create the groups of these names, in one agreement; return them by name. Collective over the world."""
     if world is not None:
@@ -376,6 +466,7 @@ def _create_groups(
         # Ranks with different layouts would create groups of different ranks.
         facts={"layout": str(layout), **facts},
         beside=world,
+        world=own,
     )
     return dict(zip(names, created, strict=True))
 

@@ -51,6 +51,7 @@ def init_distributed_environment(
     timeout: AnyTimeout = None,
     *,
     settings: CoordinatorSettings | None = None,
+    elastic: bool = False,
 ) -> None:
     """Join the world: initialise torch.distributed unless it is initialised, and create the world group.
 
@@ -72,9 +73,12 @@ def init_distributed_environment(
         backend: torch backend of the world: "gloo", "nccl", …; None takes the accelerator's, else "gloo".
         timeout: Deadline of collectives, in seconds or as a `timedelta`; cannot be combined with `settings`.
         settings: Settings of the world group; default: read from the environment.
+        elastic: Whether the members may change; see `ParallelGroups.rebuild`. It takes a store that outlives every
+            rank: that of torchrun's agent, or a directory. A world that exists already is used as it is.
 
     Raises:
-        UsageError: The arguments contradict each other or an existing world.
+        UsageError: The arguments contradict each other or an existing world, or rank 0 would serve the store of a
+            world with `elastic`.
         SettingsError: The environment is incomplete or malformed.
         DisagreementError: Ranks were started with different settings.
         CommTimeoutError: Ranks did not join in time; `.missing` names them.
@@ -96,7 +100,7 @@ def init_distributed_environment(
     joined = not dist.is_initialized()
     spent: dict[str, float] = {}
     if joined:
-        spent = init_world(world_size, rank, distributed_init_method, backend, settings)
+        spent = init_world(world_size, rank, distributed_init_method, backend, settings, elastic)
     else:
         _check_same("world_size", world_size, dist.get_world_size())
         _check_same("rank", rank, dist.get_rank())

@@ -14,6 +14,7 @@ __all__ = [
     "CudaError",
     "DecodeError",
     "DisagreementError",
+    "ExcludedError",
     "GroupBrokenError",
     "InternalError",
     "NativeError",
@@ -65,6 +66,13 @@ class CommTimeoutError(CommError, TimeoutError):
         super().__init__(message)
         self.missing: tuple[int, ...] = tuple(missing)
         self.stacks: dict[int, str] = {}
+
+
+class ExcludedError(CommError):
+    """The other ranks go on without this one: it came too late, or their new layout has no place for it.
+
+    Its groups are as they were, broken or usable by nobody else; it may only end, or join anew.
+    """
 
 
 class PeerLostError(CommError, ConnectionError):

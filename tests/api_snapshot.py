@@ -18,6 +18,7 @@ SNAPSHOT = Path(__file__).parent / "unit" / "public_api.txt"
 MODULES = (
     "coordinator",
     "coordinator.diagnosis.metrics",
+    "coordinator.elastic",
     "coordinator.errors",
     "coordinator.functional",
     "coordinator.layout",

@@ -190,6 +190,7 @@ class GroupBuilder:
             host_ids=self._host_ids,
             world=self.world,
             after=[] if self.world.is_torch else [self._status_store.release],
+            processes={member: view.process for member, view in self.members.items()},
         )
 
     def _address(self) -> str:

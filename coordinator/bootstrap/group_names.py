@@ -17,7 +17,7 @@ _decoder: Final = msgspec.json.Decoder(dict[str, int])
 _lock: Final = threading.Lock()
 
 
-def unique_name(name: str | None, store: dist.Store, rank: int, timeout_s: float) -> str:
+def unique_name(name: str | None, store: dist.Store, rank: int, timeout_s: float, epoch: int = 0) -> str:
     """Return `name` followed by the number of times that this rank has taken the name before: `tp:0`, `tp:1`.
 
     The name is counted before its group is created, and stays counted if the creation fails. Ranks that make the same
@@ -29,12 +29,13 @@ def unique_name(name: str | None, store: dist.Store, rank: int, timeout_s: float
         store: The world's store.
         rank: This process's global rank.
         timeout_s: How long to wait for the store's answer, in seconds.
+        epoch: That of the world; from the first change of members on it ends the name: `tp:0@1`.
     """
-    return _count({"group" if name is None else name: 1}, store, rank, timeout_s)[0]
+    return _in_epoch(_count({"group" if name is None else name: 1}, store, rank, timeout_s), epoch)[0]
 
 
 def next_names(
-    round_name: str, names: Sequence[str], store: dist.Store, rank: int, timeout_s: float
+    round_name: str, names: Sequence[str], store: dist.Store, rank: int, timeout_s: float, epoch: int = 0
 ) -> tuple[str, list[str]]:
     """Return a unique name for this round of agreement, and the unique names that `names` get if the ranks agree.
 
@@ -42,12 +43,17 @@ def next_names(
     them, their numbers would diverge.
     """
     unique, *found = _count({round_name: 1, **dict.fromkeys(names, 0)}, store, rank, timeout_s)
-    return unique, found
+    return unique, _in_epoch(found, epoch)
 
 
 def use_names(names: Sequence[str], store: dist.Store, rank: int, timeout_s: float) -> None:
     """Count `names` as used, after their groups have been agreed on."""
     _count(dict.fromkeys(names, 1), store, rank, timeout_s)
+
+
+def _in_epoch(names: list[str], epoch: int) -> list[str]:
+    """Return the names of groups in an epoch: a process has groups of several epochs while it changes to the next."""
+    return [f"{name}@{epoch}" for name in names] if epoch else names
 
 
 def _count(added: Mapping[str, int], store: dist.Store, rank: int, timeout_s: float) -> list[str]:

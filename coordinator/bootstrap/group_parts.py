@@ -27,6 +27,7 @@ from coordinator.host.process_groups import (
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import CapabilityError
+from shm_broadcast.liveness import ProcessIdentity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +165,7 @@ class GroupParts:
         is_fake: Whether the group is a fake, which stands for several ranks in one process.
         world: The processes among which it was created; None for a fake.
         after: What to call when everything else is released.
+        processes: The ranks' processes, by global rank.
     """
 
     health: GroupHealth
@@ -176,6 +178,7 @@ class GroupParts:
     is_fake: bool = False
     world: World | None = None
     after: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    processes: Mapping[int, ProcessIdentity] = dataclasses.field(default_factory=dict)
 
     def destroy(self, timeout_s: float, open_sends: OpenSends) -> None:
         """Release everything within about `timeout_s` seconds, half of which `open_sends` may take to complete."""

@@ -69,6 +69,7 @@ class _World:
     rendezvous: Rendezvous
     fork_count: int
     processes: Mapping[int, ProcessIdentity]
+    is_elastic: bool
 
 
 _world: _World | None = None
@@ -77,7 +78,12 @@ _lock = threading.Lock()
 
 
 def init_world(
-    world_size: int, rank: int, init_method: str, backend: str, settings: CoordinatorSettings
+    world_size: int,
+    rank: int,
+    init_method: str,
+    backend: str,
+    settings: CoordinatorSettings,
+    is_elastic: bool = False,
 ) -> dict[str, float]:
     """Initialise torch.distributed for this process. Collective over the world.
 
@@ -90,6 +96,7 @@ def init_world(
             file, or nothing yet.
         backend: torch backend of the world's process group; for "gloo" this module chooses the address to listen on.
         settings: Deadlines and the network interface.
+        is_elastic: Whether ranks may end and others join, rank 0 too: the store must be outside of the ranks.
 
     Returns:
         Seconds by phase of `CreationReport`.
@@ -110,7 +117,7 @@ def init_world(
             raise UsageError("torch.distributed is already initialised; do not initialise it a second time")
         clock = Stopwatch()
         with clock.phase("rendezvous"):
-            rendezvous = _join_rendezvous(world_size, rank, init_method, settings)
+            rendezvous = _join_rendezvous(world_size, rank, init_method, settings, is_elastic)
         try:
             processes = _connect(rendezvous, backend, settings, clock)
         except BaseException:
@@ -118,7 +125,7 @@ def init_world(
             raise
         group = dist.group.WORLD
         assert group is not None
-        _world = _World(group, rendezvous, fork_count(), processes)
+        _world = _World(group, rendezvous, fork_count(), processes, is_elastic)
         fork_guard.protect(group)
         fork_guard.protect(rendezvous.store)
         return clock.seconds
@@ -147,15 +154,23 @@ def world_processes() -> Mapping[int, ProcessIdentity]:
     return world.processes
 
 
+def may_outlive_ranks() -> bool:
+    """Return whether the current world's store is known, or said by who made it, to be outside of the ranks."""
+    world = _world
+    if world is None or not dist.is_initialized() or dist.group.WORLD is not world.group:
+        return True  # the application has made this world, and answers for its store
+    return world.is_elastic
+
+
 atexit.register(leave_world)
 
 
 def _join_rendezvous(
-    world_size: int, rank: int, init_method: str, settings: CoordinatorSettings
+    world_size: int, rank: int, init_method: str, settings: CoordinatorSettings, is_elastic: bool
 ) -> Rendezvous:
     parts = urlsplit(init_method)
     if parts.scheme == "env":
-        return _meet_by_environment(world_size, rank, settings)
+        return _meet_by_environment(world_size, rank, settings, is_elastic)
     path, endpoint = _path_of(parts), _endpoint_of(parts)
     if path is None and endpoint is None:
         raise UsageError(
@@ -166,7 +181,16 @@ def _join_rendezvous(
         rendezvous = DirectoryRendezvous(path, rank, world_size)
         return Rendezvous(rendezvous.join(settings.create_timeout_s), rank, world_size, rendezvous.leave)
     assert endpoint is not None
+    if is_elastic:
+        raise _ends_with_rank_0(init_method)
     return _meet_at_rank_0(*endpoint, rank, world_size, settings)
+
+
+def _ends_with_rank_0(init_method: str) -> UsageError:
+    return UsageError(
+        f"elastic=True needs a store that outlives every rank, and with {init_method} rank 0 serves it: use torchrun, "
+        "whose agent serves it, or file:///DIRECTORY on one host"
+    )
 
 
 def _check_place(rank: int, world_size: int, init_method: str) -> None:
@@ -194,7 +218,9 @@ def _endpoint_of(parts: SplitResult) -> tuple[str, int] | None:
     return (parts.hostname, port) if parts.scheme == "tcp" and parts.hostname and port else None
 
 
-def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettings) -> Rendezvous:
+def _meet_by_environment(
+    world_size: int, rank: int, settings: CoordinatorSettings, is_elastic: bool
+) -> Rendezvous:
     launch = LaunchEnvironment.from_env(
         rank=None if rank == -1 else rank, world_size=None if world_size == -1 else world_size
     )
@@ -206,6 +232,8 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
         )
     rank, world_size = launch.rank, launch.world_size
     _check_place(rank, world_size, "env://")
+    if is_elastic and not launch.use_agent_store:
+        raise _ends_with_rank_0("env:// without an agent's store")
     serve = rank == 0 and not launch.use_agent_store
     store = _tcp_store(launch.master_addr, launch.master_port, rank, world_size, serve, settings)
     # The agent's store outlives worker restarts and is the same for every world of this process, so each world gets

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 
 import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.membership import world_store
-from coordinator.bootstrap.rendezvous import join_address, world_processes
+from coordinator.bootstrap.rendezvous import join_address, may_outlive_ranks, world_processes
 from coordinator.settings import CoordinatorSettings
-from shm_broadcast.errors import ClosedError
+from shm_broadcast.errors import ClosedError, UsageError
 from shm_broadcast.liveness import ProcessIdentity
 from shm_broadcast.status.page import own_page
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """The line of epochs that a world belongs to: its members change from one to the next.
+
+    Attributes:
+        store: A store that outlives every member, whose keys are used by this line only.
+        me: This process's number among all that were ever members; it stays the same.
+        epoch: The epoch of the world, 0 for the first.
+        members: The members of the epoch, by rank.
+    """
+
+    store: dist.Store
+    me: int
+    epoch: int
+    members: tuple[int, ...]
 
 
 class World:
@@ -23,7 +41,13 @@ class World:
     """
 
     def __init__(
-        self, rank: int, size: int, store: dist.Store, leave: Callable[[], None] | None = None
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        leave: Callable[[], None] | None = None,
+        processes: Mapping[int, ProcessIdentity] | None = None,
+        line: Line | None = None,
     ) -> None:
         """Use `world_of_torch` or `join_own_world`.
 
@@ -32,11 +56,15 @@ class World:
             size: The number of processes.
             store: A store that all of them reach.
             leave: Lets go of the store; None in the world of torch.distributed, which we do not leave here.
+            processes: The ranks' processes, if they are known, in a world of our own.
+            line: The epochs that led to it, if there were any.
         """
         self.rank = rank
         self.size = size
         self._store: dist.Store | None = store
         self._leave = leave
+        self._processes = processes or {}
+        self._line = line
         own_page().set_rank(rank, size)
         self.is_torch: bool = leave is None
 
@@ -51,9 +79,34 @@ class World:
             raise ClosedError("the stateless group was destroyed, so its ranks can create no further groups")
         return self._store
 
+    @property
+    def epoch(self) -> int:
+        """Return how often the members have changed before this world."""
+        return 0 if self._line is None else self._line.epoch
+
+    def line(self) -> Line:
+        """Return the line of epochs in which the members of this world may change.
+
+        Raises:
+            UsageError: It is no world whose members may change.
+        """
+        if self._line is not None:
+            return self._line
+        if not self.is_torch:
+            raise UsageError(
+                "the members of a stateless group cannot change: destroy it and create another one"
+            )
+        if not may_outlive_ranks():
+            raise UsageError(
+                "this world ends with rank 0, which serves its store: call init_distributed_environment with "
+                "elastic=True and a store outside of the ranks"
+            )
+        store = dist.PrefixStore("group_coordinator/elastic", self.store)
+        return Line(store, self.rank, 0, tuple(range(self.size)))
+
     def processes(self) -> Mapping[int, ProcessIdentity]:
         """Return the ranks' processes as far as they are known, by rank."""
-        return world_processes() if self.is_torch else {}
+        return world_processes() if self.is_torch else self._processes
 
     def processes_of(self, ranks: Collection[int]) -> dict[int, ProcessIdentity]:
         """Return the processes of `ranks` as far as they are known."""

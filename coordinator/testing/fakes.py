@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -307,4 +307,4 @@ def fake_groups(
         groups[name] = FakeGroupCoordinator(
             rank, len(ranks), ranks=ranks, device=device, group_name=name, settings=settings
         )
-    return ParallelGroups(layout=layout, owns_world=True, **groups)
+    return ParallelGroups(layout=layout, owns_world=True, **cast("dict[str, Any]", groups))

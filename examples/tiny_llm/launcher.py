@@ -45,7 +45,7 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
         try:
             for rank in range(options.world_size):
                 children[rank] = _start(rank, directory, arguments)
-            codes = _watch(children, options.deadline_s)
+            codes = _watch(children, options.deadline_s + options.hold_s)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         finally:

@@ -54,7 +54,8 @@ class Options:
         slots: Maximal number of requests at the same time.
         tokens_per_step: Maximal number of tokens in a batch.
         arrival_gap: Steps between the arrivals of two requests.
-        deadline_s: Seconds after which the launcher gives up.
+        hold_s: Seconds for which the prompts are served again and again at the end, for those who watch.
+        deadline_s: Seconds after which the launcher gives up, beside `hold_s`.
         as_json: Whether to print JSON instead of text.
         launched: Set in the processes that the launcher starts.
     """
@@ -69,6 +70,7 @@ class Options:
     slots: int = 4
     tokens_per_step: int = 48
     arrival_gap: int = 3
+    hold_s: float = 0.0
     deadline_s: float = 300.0
     as_json: bool = False
     launched: LaunchedRank | None = None
@@ -150,11 +152,18 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         help="steps between the arrivals of two prompts (%(default)s)",
     )
     add(
+        "--hold",
+        type=not_negative,
+        default=defaults.hold_s,
+        metavar="S",
+        help="serve the prompts again and again for so many seconds, for those who watch (%(default)s)",
+    )
+    add(
         "--deadline",
         type=not_negative,
         default=defaults.deadline_s,
         metavar="S",
-        help="seconds until the launcher gives up (%(default)s)",
+        help="seconds until the launcher gives up, beside --hold (%(default)s)",
     )
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--launched", nargs=3, default=None, help=argparse.SUPPRESS)
@@ -174,6 +183,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         slots=parsed.slots,
         tokens_per_step=parsed.tokens_per_step,
         arrival_gap=parsed.arrival_gap,
+        hold_s=parsed.hold,
         deadline_s=parsed.deadline,
         as_json=parsed.json,
         launched=launched,

@@ -1,15 +1,20 @@
 """The run of one rank: join the groups, load a stage, serve. Rank 0 also prepares, compares and reports."""
 
+import os
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
+
+from coordinator.diagnosis.top.command import top_command
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig
@@ -64,9 +69,11 @@ def run_rank(options: Options) -> int:
     torch.set_num_threads(1)
     with ExitStack() as stack:
         groups, alone = stack.enter_context(join_groups(options))
+        processes = groups.world.gather_object([socket.gethostname(), os.getpid()], dst=0)
         if not groups.world.is_first_rank:
             _follow(options, groups)
             return 0
+        _say_how_to_watch(processes or [])
         progress = stack.enter_context(Progress())
         report = _lead(options, groups, alone, progress, stack)
     if options.as_json:
@@ -103,6 +110,7 @@ def _lead(
     progress.show(f"loading {layout}")
     scheduler, seconds = _generate(options, job, timed, _step_shower(progress, layout), together=True)
     samples = groups.world.gather_object(_samples(timed), dst=0)
+    _hold(options, job, groups, progress)
     return Report(
         tensor=options.tensor,
         pipeline=options.pipeline,
@@ -139,6 +147,32 @@ def _follow(options: Options, groups: ModelGroups) -> None:
     )
     serve(worker, None)
     groups.world.gather_object(_samples(timed), dst=0)
+    while groups.world.broadcast_object(src=0) == "again":
+        worker = _make_worker(
+            options, directory, ModelConfig.from_directory(directory), groups, told["max_length"]
+        )
+        serve(worker, None)
+
+
+def _say_how_to_watch(processes: Sequence[Sequence[Any]]) -> None:
+    """Print the command that shows the ranks of this host while they run.
+
+    Args:
+        processes: Host and process id of each rank.
+    """
+    pids = [pid for host, pid in processes if host == socket.gethostname()]
+    sys.stderr.write(f"watch it from another terminal: {top_command(pids)}\n")
+    sys.stderr.flush()
+
+
+def _hold(options: Options, job: _Job, groups: ModelGroups, progress: Progress) -> None:
+    """Serve the prompts again and again for as long as the user asks, and let the other ranks end then."""
+    end_s = time.monotonic() + options.hold_s
+    while time.monotonic() < end_s:
+        groups.world.broadcast_object("again", src=0)
+        show = _step_shower(progress, f"TP {options.tensor} x PP {options.pipeline} again")
+        _generate(options, job, groups, show, together=True)
+    groups.world.broadcast_object("end", src=0)
 
 
 def _make_checkpoint(options: Options, alone: ModelGroups, progress: Progress, stack: ExitStack) -> Path:

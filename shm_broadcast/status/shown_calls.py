@@ -29,6 +29,12 @@ class _Call(Protocol):
     def number(self) -> int: ...
 
 
+def _epoch_of(name: str) -> int:
+    """Return the epoch of a group such as `tp:0@3`; the first one has none in its name."""
+    epoch = name.rpartition(":")[2].partition("@")[2]
+    return int(epoch) if epoch.isdecimal() else 0
+
+
 class ShownCalls:
     """What the status page shows of one group in this process.
 
@@ -38,7 +44,7 @@ class ShownCalls:
 
     def __init__(self, name: str, place: int, ranks: Sequence[int]) -> None:
         """Show the group `name`, in which this process has place `place` of the global `ranks`."""
-        self.status: GroupStatus = own_page().group(name, place, ranks)
+        self.status: GroupStatus = own_page().group(name, place, ranks, _epoch_of(name))
         self._ranks, self._place = tuple(ranks), place
         # For the collectives of a plane, one at a time.
         self._lanes: dict[str, StatusLane] = {}

@@ -126,3 +126,19 @@ def main(directory: Path, rank: int) -> None:
         report(directory, rank, {"status": done.returncode, "printed": done.stdout})
     else:
         report(directory, rank, {})
+
+
+def test_replicas_go_on_when_one_is_killed() -> None:
+    """The two that are left finish all steps, as ranks 0 and 1 of an epoch of their own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.survive"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    for number, rank in ((0, 0), (2, 1)):
+        assert f"process {number} is rank {rank}: step 5, 2 replicas" in lines
+    assert "process 1 is rank 1: step 2, 3 replicas" in lines

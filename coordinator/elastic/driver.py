@@ -1,0 +1,191 @@
+"""Run the agreement on members on a store: this rank's part in it, with clocks, processes and groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+import torch.distributed as dist
+
+from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.elastic import protocol
+from coordinator.elastic.protocol import (
+    Build,
+    Choose,
+    Complete,
+    Dead,
+    Discard,
+    Excluded,
+    Get,
+    Judge,
+    Late,
+    Pause,
+    Put,
+    Refused,
+    Swap,
+    TearDown,
+    agree_on_members,
+)
+from shm_broadcast.errors import CommError, CommTimeoutError, InternalError, NativeError
+from shm_broadcast.liveness import PeerWatch
+
+__all__ = ["Actions", "Deadlines", "Driver"]
+
+# The store is asked again after a pause that grows with the wait, as in the creation of groups: most answers come
+# within a millisecond, and a store must not be asked by a thousand ranks all the time.
+_FIRST_PAUSE_S: Final = 0.0005
+_LONGEST_PAUSE_S: Final = 0.02
+_PART_OF_WAIT: Final = 0.125
+# How long a rank that is interrupted tries to tell the others: Ctrl-C must interrupt soon.
+_TELL_S: Final = 0.15
+
+
+class Actions(Protocol):
+    """What the agreement has this rank do besides asking the store."""
+
+    def choose(self, alive: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the members that go on, in the order of their new ranks; a pure function."""
+
+    def judge(self, number: int, members: tuple[int, ...], notes: Mapping[int, str]) -> str:
+        """Return why this rank cannot go on with these members, or an empty text."""
+
+    def tear_down(self) -> None:
+        """Destroy the groups of the last epoch. Idempotent."""
+
+    def build(self, number: int, members: tuple[int, ...], notes: Mapping[int, str]) -> None:
+        """Create the groups of these members. Raises `CommError` if that fails."""
+
+    def discard(self) -> None:
+        """Destroy what `build` has made. Idempotent."""
+
+
+class Deadlines:
+    """How long an agreement may wait.
+
+    Attributes:
+        silent_s: For members that are neither there nor known to have ended, before the others go on without them.
+        step_s: For a member to do its part of a step.
+        all_s: For enough members to come.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """Divide `timeout_s`, which must be equal on all ranks."""
+        self.all_s: float = timeout_s
+        self.silent_s: float = min(timeout_s / 3, 5.0)
+        self.step_s: float = timeout_s / 3
+
+
+class Driver:
+    """This rank's part in one agreement."""
+
+    def __init__(
+        self, store: dist.Store, me: int, watch: PeerWatch, actions: Actions, deadlines: Deadlines, where: str
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            store: Whose keys are used by the agreements of one line of epochs only.
+            me: This member.
+            watch: The processes of the members of the last epoch, by member.
+            actions: What else is to be done.
+            deadlines: Equal on all ranks.
+            where: Begins the texts of errors.
+        """
+        self._store = store
+        self._me = me
+        self._watch = watch
+        self._actions = actions
+        self._deadlines = deadlines
+        self._where = where
+        self._began = time.monotonic()
+        # When this rank first paused in each step of each attempt, and the notes of the members of an attempt.
+        self._since: dict[tuple[int, str], float] = {}
+        self._notes: Mapping[int, str] = {}
+        # The last attempt in which the others wait for this rank.
+        self._number = 0
+
+    def run(self, epoch: int, members: Sequence[int], note: str) -> Complete | Excluded | Refused | Late:
+        """Return how the agreement ends for this rank.
+
+        Whatever interrupts it, the others are told, and go on without this rank.
+
+        Raises:
+            CommTimeoutError: The store does not answer.
+            NativeError: The store is gone.
+        """
+        steps = agree_on_members(self._me, epoch, members, note)
+        answer: Any = None
+        try:
+            while True:
+                try:
+                    wants = steps.send(answer)
+                except StopIteration as stop:
+                    end: Complete | Excluded | Refused | Late = stop.value
+                    return end
+                answer = self._do(wants)
+        except BaseException as error:
+            self._withdraw(error)
+            raise
+
+    def _do(self, wants: protocol.Operation) -> Any:
+        if isinstance(wants, (Put, Get, Swap)):
+            return self._ask(wants)
+        if isinstance(wants, Dead):
+            return frozenset(self._watch.lost())
+        if isinstance(wants, Pause):
+            return self._pause(wants)
+        if isinstance(wants, Choose):
+            return self._actions.choose(wants.alive)
+        if isinstance(wants, Judge):
+            self._number, self._notes = wants.number, wants.presences
+            return self._actions.judge(wants.number, wants.members, wants.presences)
+        if isinstance(wants, TearDown):
+            return self._actions.tear_down()
+        if isinstance(wants, Build):
+            return self._build(wants)
+        if isinstance(wants, Discard):
+            return self._actions.discard()
+        raise InternalError(f"{self._where}: there is no operation {wants!r}")
+
+    def _build(self, wants: Build) -> str:
+        try:
+            self._actions.build(wants.number, wants.members, self._notes)
+        except CommError as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    def _ask(self, wants: Put | Get | Swap, within_s: float | None = None) -> Any:
+        store = self._store
+
+        def question() -> Any:
+            if isinstance(wants, Put):
+                return store.set(wants.key, wants.value)
+            if isinstance(wants, Swap):
+                return store.compare_set(wants.key, "", wants.value).decode()
+            there = [key for key in wants.keys if store.check([key])]
+            return {key: store.get(key).decode() for key in there}
+
+        return ask_store(question, self._where, self._deadlines.all_s if within_s is None else within_s)
+
+    def _pause(self, wants: Pause) -> int:
+        now = time.monotonic()
+        since = self._since.setdefault((wants.number, wants.step), now)
+        waited = now - since
+        time.sleep(min(max(waited * _PART_OF_WAIT, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
+        limits = self._deadlines
+        if wants.step == "members":
+            if now - self._began >= limits.all_s:
+                return 2
+            return 1 if waited >= limits.silent_s else 0
+        return 2 if waited >= limits.step_s else 0
+
+    def _withdraw(self, error: BaseException) -> None:
+        """Tell the others that they need not wait for this rank."""
+        if not self._number:
+            return
+        reason = f"{protocol.LOST}{self._me} was interrupted ({type(error).__name__})"
+        with suppress(CommTimeoutError, NativeError):
+            for step in ("confirm", "made"):
+                self._ask(Swap(f"{self._number}/{step}/{self._me}", reason), _TELL_S)

@@ -1,0 +1,61 @@
+"""Which of the ranks that are left go on, and in what layout: pure functions that all ranks compute alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import NamedTuple, TypeAlias
+
+from coordinator.layout import ParallelLayout
+from shm_broadcast.errors import UsageError
+
+__all__ = ["LayoutRule", "Placement", "drop_replicas"]
+
+
+class Placement(NamedTuple):
+    """What a rule has chosen.
+
+    Attributes:
+        layout: The new layout.
+        ranks: The old ranks that go on, in the order of their new ranks: as many as the layout has.
+    """
+
+    layout: ParallelLayout
+    ranks: tuple[int, ...]
+
+
+LayoutRule: TypeAlias = Callable[[ParallelLayout, Collection[int]], Placement]
+"""(old layout, old ranks that are left) -> `Placement`. It must be pure: every rank computes it by itself. If only the
+ranks that it has chosen are left, it must choose all of them, in the same order."""
+
+
+def drop_replicas(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
+    """Go on with the replicas of the model that have lost no rank, in their order. A shard of a model cannot shrink.
+
+    Experts are spread over the ranks that are left as before if their number divides these, else over all of them; a
+    model that was sharded over several replicas (`shard`) is sharded over all that are left.
+
+    Args:
+        layout: The old layout.
+        ranks: Those of its ranks that are left.
+
+    Raises:
+        UsageError: No replica is whole, or there are independent sets of replicas (`external_data`) of which one has
+            lost more than another.
+    """
+    whole = [replica for replica in layout.groups("replica") if set(replica) <= set(ranks)]
+    if not whole:
+        raise UsageError(
+            f"no replica of the model is whole: each needs {layout.size('replica')} ranks, and of the replicas "
+            f"{[list(replica) for replica in layout.groups('replica')]} the ranks {sorted(ranks)} are left"
+        )
+    if len(whole) % layout.external_data:
+        raise UsageError(
+            f"{len(whole)} whole replicas cannot be divided into {layout.external_data} independent sets"
+        )
+    data = len(whole) // layout.external_data
+    shard = layout.shard if data % layout.shard == 0 else data
+    stage = data * layout.context * layout.tensor
+    expert = layout.expert if layout.expert is None or stage % layout.expert == 0 else None
+    kept = tuple(sorted(rank for replica in whole for rank in replica))
+    return Placement(dataclasses.replace(layout, data=data, shard=shard, expert=expert), kept)

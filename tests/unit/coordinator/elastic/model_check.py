@@ -1,0 +1,304 @@
+"""Explore every order in which the ranks of an agreement on members can be scheduled, crash, and give up waiting.
+
+A state is what the store holds and where each rank's generator is, with its local variables. Two ways to the same state
+are explored once. What only its own rank notices is done together with the step before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+from coordinator.elastic import protocol
+from coordinator.elastic.protocol import (
+    Build,
+    Choose,
+    Dead,
+    Discard,
+    End,
+    Get,
+    Judge,
+    Pause,
+    Put,
+    Swap,
+    TearDown,
+)
+
+__all__ = ["Limits", "Result", "explore"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What may happen in the explored runs.
+
+    Attributes:
+        crashes: How many ranks may crash, each at any step.
+        give_ups: How often a rank that waits may have waited long enough although others go on.
+        overwrites: Keys that end with this are overwritten by `Swap`: a seeded bug. Empty for none.
+    """
+
+    crashes: int = 0
+    give_ups: int = 0
+    overwrites: str = ""
+
+
+@dataclasses.dataclass
+class Result:
+    """What was found.
+
+    Attributes:
+        states: How many states there are.
+        ends: How often all ranks have ended in each way.
+    """
+
+    states: int = 0
+    ends: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
+
+
+# Local variables that are not used any more where a generator rests: they would only tell equal states apart.
+_STALE: Final = (
+    *(
+        "alive",
+        "chosen",
+        "ended",
+        "failure",
+        "found",
+        "gone",
+        "keys",
+        "known",
+        "notes",
+        "present",
+        "presences",
+    ),
+    *("refusal", "said", "silent"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a rank is.
+
+    Attributes:
+        told: One series of answers that leads there.
+        wants: What it has yielded; None at its end.
+        end: What it has returned.
+    """
+
+    told: tuple[Any, ...]
+    wants: Any
+    end: End | None
+
+
+class _Program:
+    """The program of one rank as a graph of places. A generator cannot be copied: each edge is replayed, once."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._places: dict[str, _Place] = {}
+        self._edges: dict[tuple[int, Any], _Place] = {}
+        self.start = self._place(())
+
+    def after(self, place: _Place, answer: Any) -> _Place:
+        """Return where the rank is once it was told `answer`."""
+        edge = id(place), repr(answer)
+        found = self._edges.get(edge)
+        if found is None:
+            found = self._edges[edge] = self._place((*place.told, answer))
+        return found
+
+    def _place(self, told: tuple[Any, ...]) -> _Place:
+        generator = self._make()
+        try:
+            wants = _next(generator, None)
+            for answer in told:
+                wants = _next(generator, answer)
+        except StopIteration as stop:
+            return self._places.setdefault(repr(stop.value), _Place(told, None, stop.value))
+        parts, inner = [repr(wants)], generator
+        while inner is not None:
+            local = {
+                name: value for name, value in inspect.getgeneratorlocals(inner).items() if name not in _STALE
+            }
+            parts.append(f"{inner.gi_frame.f_lasti} {sorted(local.items())!r}")
+            inner = inner.gi_yieldfrom
+        return self._places.setdefault("; ".join(parts), _Place(told, wants, None))
+
+
+def _next(generator: Any, answer: Any) -> Any:
+    """Tell the generator `answer`, and do what concerns its rank alone; return what it wants next."""
+    wants = generator.send(answer)
+    while isinstance(wants, (TearDown, Discard, Judge, Choose)):
+        answer = wants.alive if isinstance(wants, Choose) else "" if isinstance(wants, Judge) else None
+        wants = generator.send(answer)
+    return wants
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    store: tuple[tuple[str, str], ...]
+    places: tuple[_Place, ...]
+    crashed: frozenset[int]
+    building: frozenset[tuple[int, int]]
+    give_ups: int
+    # Ranks for which something has changed since they last paused: only these look again without a time-out.
+    stirred: frozenset[int]
+
+    def key(self) -> tuple[Any, ...]:
+        """Return what tells this state from others. Where a rank that has crashed was does not matter."""
+        places = tuple(-1 if me in self.crashed else id(place) for me, place in enumerate(self.places))
+        running = frozenset(
+            me for me, place in enumerate(self.places) if place.end is None and me not in self.crashed
+        )
+        stirred = self.stirred & running
+        return _relevant(self.store), places, self.crashed, self.building, self.give_ups, stirred
+
+
+@functools.cache
+def _relevant(store: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Return what decides how ranks go on: behind the outcome of a step nobody asks who has said what in it."""
+    keys = {key for key, _ in store}
+    outcomes = {"present": "members", "confirm": "go", "made": "result"}
+
+    def is_over(key: str) -> bool:
+        number, step, *member = key.split("/")
+        return bool(member) and f"{number}/{outcomes[step]}" in keys
+
+    return tuple((key, value) for key, value in store if not is_over(key))
+
+
+def explore(members: int, limits: Limits) -> Result:
+    """Explore all runs of `members` ranks that lose epoch 0 together.
+
+    Raises:
+        AssertionError: Two ranks have different members for one epoch, a rank is complete though another member has not
+            built its groups, or ranks wait for each other for ever.
+    """
+    everybody = tuple(range(members))
+    programs = [_Program(partial(protocol.agree_on_members, me, 0, everybody)) for me in everybody]
+    places = tuple(program.start for program in programs)
+    start = _State((), places, frozenset(), frozenset(), limits.give_ups, frozenset())
+    result, seen, stack = Result(), set[Any](), [start]
+    while stack:
+        state = stack.pop()
+        key = state.key()
+        if key in seen:
+            continue
+        seen.add(key)
+        result.states += 1
+        _check(state)
+        following = list(_following(state, programs, limits))
+        if not following:
+            _check_over(state)
+            end = tuple(
+                "crashed" if me in state.crashed else _shown(place.end)
+                for me, place in enumerate(state.places)
+            )
+            result.ends[end] = result.ends.get(end, 0) + 1
+        stack += following
+    return result
+
+
+def _shown(end: End | None) -> str:
+    return (
+        "waits" if end is None else f"{type(end).__name__} {end.number} {getattr(end, 'members', '')}".strip()
+    )
+
+
+def _following(state: _State, programs: list[_Program], limits: Limits) -> Iterator[_State]:
+    store = dict(state.store)
+    running = [me for me, place in enumerate(state.places) if place.end is None and me not in state.crashed]
+    moved, everybody = False, frozenset(range(len(programs)))
+
+    def told(me: int, answer: Any, **changed: Any) -> _State:
+        place = programs[me].after(state.places[me], answer)
+        places = (*state.places[:me], place, *state.places[me + 1 :])
+        if isinstance(state.places[me].wants, Pause):
+            changed["stirred"] = state.stirred - {me}
+        elif _relevant(changed.get("store", state.store)) != _relevant(state.store):
+            changed["stirred"] = everybody
+        return dataclasses.replace(state, places=places, **changed)
+
+    for me in running:
+        if (
+            isinstance(state.places[me].wants, Build)
+            and (state.places[me].wants.number, me) not in state.building
+        ):
+            moved = True
+            yield dataclasses.replace(state, building=state.building | {(state.places[me].wants.number, me)})
+            continue
+        for answer, changed in _answers(me, state, store, limits):
+            moved = True
+            yield told(me, answer, **changed)
+        if isinstance(state.places[me].wants, Pause) and state.give_ups:
+            for waited in (1, 2):
+                yield told(me, waited, give_ups=state.give_ups - 1)
+    if not moved:
+        # All wait: time passes, and each of them may be the first to have waited long enough.
+        for me in running:
+            if isinstance(state.places[me].wants, Pause):
+                yield told(me, 1)
+                yield told(me, 2)
+    if len(state.crashed) < limits.crashes:
+        for me in running:
+            yield dataclasses.replace(state, crashed=state.crashed | {me}, stirred=everybody)
+
+
+def _answers(
+    me: int, state: _State, store: dict[str, str], limits: Limits
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield what a rank may be told next, and what changes with it."""
+    wants = state.places[me].wants
+    if isinstance(wants, Put):
+        yield None, {"store": _sorted({**store, wants.key: wants.value})}
+    elif isinstance(wants, Get):
+        yield {key: store[key] for key in wants.keys if key in store}, {}
+    elif isinstance(wants, Swap):
+        is_kept = wants.key in store and not (limits.overwrites and wants.key.endswith(limits.overwrites))
+        value = store[wants.key] if is_kept else wants.value
+        yield value, {"store": _sorted({**store, wants.key: value})}
+    elif isinstance(wants, Dead):
+        yield state.crashed, {}
+    elif isinstance(wants, Pause):
+        if me in state.stirred:
+            yield 0, {}
+    elif isinstance(wants, Build):
+        if all((wants.number, member) in state.building for member in wants.members):
+            yield "", {}
+        elif state.crashed.intersection(wants.members) or _has_left(wants, store):
+            yield "a member is gone", {}
+    else:
+        raise TypeError(f"there is no operation {wants!r}")
+
+
+def _has_left(wants: Build, store: Mapping[str, str]) -> bool:
+    """Return whether the step has ended without this rank: those that wait for it have given up."""
+    return store.get(f"{wants.number}/result", protocol.OK) != protocol.OK
+
+
+def _sorted(store: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(store.items()))
+
+
+def _check(state: _State) -> None:
+    store = dict(state.store)
+    memberships: dict[int, set[tuple[int, ...]]] = {}
+    for me, place in enumerate(state.places):
+        end = place.end
+        if isinstance(end, protocol.Complete):
+            assert me in end.members, f"rank {me} is none of {end.members}"
+            memberships.setdefault(end.number, set()).add(end.members)
+            for member in end.members:
+                made = store.get(f"{end.number}/made/{member}")
+                assert made == protocol.OK, f"epoch {end.number} is complete, rank {member} has made {made}"
+    assert all(len(found) == 1 for found in memberships.values()), f"several memberships: {memberships}"
+    completed = sorted(memberships)
+    assert len(completed) < 2, f"several epochs follow the same one: {memberships}"
+
+
+def _check_over(state: _State) -> None:
+    waiting = [me for me, place in enumerate(state.places) if place.end is None and me not in state.crashed]
+    assert not waiting, f"ranks {waiting} wait for ever"

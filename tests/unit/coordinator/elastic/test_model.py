@@ -1,0 +1,54 @@
+"""The agreement on members, explored in every order of its steps."""
+
+import pytest
+
+from tests.unit.coordinator.elastic.model_check import Limits, explore
+
+
+@pytest.mark.guarantee("E1")
+def test_ranks_that_all_come_are_complete() -> None:
+    """Whatever the order of their steps, without a crash nobody is left out and the first attempt is complete."""
+    assert list(explore(3, Limits()).ends) == [("Complete 1 (0, 1, 2)",) * 3]
+
+
+@pytest.mark.guarantee("E5")
+def test_a_crash_at_any_step_leaves_one_membership() -> None:
+    """The other rank is complete alone, whenever the first one crashes: in this attempt or in the next."""
+    ends = explore(2, Limits(crashes=1)).ends
+    assert ("Complete 1 (0,)", "crashed") in ends, "it has crashed before anybody decided"
+    assert ("Complete 2 (0,)", "crashed") in ends, "it has crashed behind the decision"
+    for end in ends:
+        assert all(each == "crashed" or each.startswith("Complete") for each in end)
+
+
+@pytest.mark.guarantee("E2")
+def test_ranks_that_give_up_waiting_too_early_agree_all_the_same() -> None:
+    """A rank may take another for silent that only comes late: that one is excluded, or all go to the next attempt."""
+    ends = explore(2, Limits(crashes=1, give_ups=2)).ends
+    for end in ends:
+        complete = {each for each in end if each.startswith("Complete")}
+        assert len(complete) <= 1
+
+
+@pytest.mark.parametrize(
+    ("key", "finding"),
+    [
+        ("members", "rank 0 has made None|several memberships"),
+        ("go", "wait for ever|several|has made"),
+        pytest.param("result", "several epochs|has made", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_seeded_bug_is_found(key: str, finding: str) -> None:
+    """Where a decision can be overwritten, ranks have different members, or wait for those that went on."""
+    with pytest.raises(AssertionError, match=finding):
+        explore(3, Limits(crashes=1, give_ups=1, overwrites=key))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("members", "crashes", "give_ups"), [(3, 2, 0), (3, 1, 1), (4, 2, 0)])
+def test_every_interleaving_has_one_membership_per_epoch(members: int, crashes: int, give_ups: int) -> None:
+    """No two ranks have different members in one epoch, none is complete too early, and none waits for ever."""
+    found = explore(members, Limits(crashes=crashes, give_ups=give_ups))
+    for end in found.ends:
+        assert len({each for each in end if each.startswith("Complete")}) <= 1, end
+    assert found.states > 10_000

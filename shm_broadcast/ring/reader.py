@@ -254,16 +254,22 @@ class RingReader(RingEnd):
         what = "end of the message" if self.endpoint.is_assembling else "message"
         return f"no {what} from {self._describe_writer()}"
 
-    def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
-        error = CommTimeoutError(
-            f"{self._where(call)}: {self._missing(nbytes)} within {within_s:.1f} s",
+    def _late(self, call: str, within_s: float) -> CommTimeoutError:
+        return CommTimeoutError(
+            f"{self._where(call)}: {self._missing(None)} within {within_s:.1f} s",
             missing=() if self._writer < 0 else (self._writer,),
         )
+
+    def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
+        error = self._late(call, within_s)
         raise self._stacks.attached(error, within_s, self.endpoint.messages, (self._writer,), self._watch)
 
     def raise_late(self, call: str, within_s: float) -> NoReturn:
-        """Raise `CommTimeoutError` for a message that has not come within `within_s` seconds."""
-        self._raise_late(call, within_s, None)
+        """Raise `CommTimeoutError` for a message that has not come within `within_s` seconds.
+
+        It has no stacks: to ask the writer for them would block the event loop of the caller for up to half a second.
+        """
+        raise self._late(call, within_s)
 
     def raise_if_lost(self, call: str) -> None:
         """Raise `ClosedError` or `PeerLostError` if the writer is gone and all of its messages were read."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from coordinator.diagnosis.blame.evidence import Evidence, Process, ProcessState
-from coordinator.diagnosis.blame.members import key_of
+from coordinator.diagnosis.blame.members import key_of, newest_groups
 from coordinator.diagnosis.model import Lane
 from coordinator.diagnosis.top.sampling import Sample, Sampler, Seen
 from shm_broadcast.errors import UsageError
@@ -80,7 +80,7 @@ def evidence_of(before: Sample, now: Sample, seen: Sequence[Seen], waiting_s: fl
     begun = {
         (each.page.pid, each.page.start_ticks, group.name, index): lane.begin_ns
         for each in before.seen
-        for group in each.page.groups
+        for group in newest_groups(each.page)
         for index, lane in enumerate(group.lanes)
     }
     processes = tuple(_process(each, begun, now.at_ns, waiting_s) for each in seen)
@@ -98,7 +98,8 @@ def evidence_of(before: Sample, now: Sample, seen: Sequence[Seen], waiting_s: fl
     unseen = [f"page of process {pid}: {fault}" for pid, fault in sorted(now.faults.items())]
     if now.refused:
         unseen.append(f"processes whose descriptors this one may not read: {len(now.refused)}")
-    return Evidence(processes, rings, _ended(processes) if not now.refused else {}, tuple(unseen))
+    is_all_seen = not now.refused and not now.faults
+    return Evidence(processes, rings, _ended(processes) if is_all_seen else {}, tuple(unseen))
 
 
 def _process(
@@ -107,7 +108,7 @@ def _process(
     now_ns = at_ns - seen.shift_ns
     settling = frozenset(
         (group.name, index)
-        for group in seen.page.groups
+        for group in newest_groups(seen.page)
         for index, lane in enumerate(group.lanes)
         if not _is_wait(
             lane, begun.get((seen.page.pid, seen.page.start_ticks, group.name, index)), now_ns, waiting_s

@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 from coordinator.diagnosis.blame.evidence import Evidence, Failure, Process
 from coordinator.diagnosis.blame.verdict import Culprit, called
-from coordinator.diagnosis.model import Group, Lane, Record
+from coordinator.diagnosis.model import Group, Lane, Page, Record
 
-__all__ = ["GroupKey", "Job", "LaneKey", "Node", "Position", "folded", "is_shared"]
+__all__ = ["GroupKey", "Job", "LaneKey", "Node", "Position", "folded", "is_shared", "newest_groups"]
 
 Node = int
 """A process: its place in the evidence, or -1 - rank for one of which nothing was seen."""
@@ -247,14 +247,14 @@ def _key(process: Process, group: Group, plane: str, algorithm: str) -> LaneKey:
     return LaneKey(key_of(group), plane.removesuffix(_WAITS), carrier)
 
 
-def _newest(process: Process) -> Iterable[Group]:
+def newest_groups(page: Page) -> Iterable[Group]:
     """Return the groups of a process; of those that one key means, as of a world that was joined again, the last."""
-    return {key_of(group): group for group in process.page.groups if not group.is_torn}.values()
+    return {key_of(group): group for group in page.groups if not group.is_torn}.values()
 
 
 def _records(process: Process) -> dict[LaneKey, dict[int, Record]]:
     """Return the numbered calls that have ended, by their order of calls and number."""
-    groups = {(group.name, group.epoch): group for group in _newest(process)}
+    groups = {(group.name, group.epoch): group for group in newest_groups(process.page)}
     found: dict[LaneKey, dict[int, Record]] = {}
     for record in process.page.records:
         group = groups.get((record.group, record.epoch))
@@ -268,7 +268,7 @@ def _records(process: Process) -> dict[LaneKey, dict[int, Record]]:
 
 def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]) -> dict[LaneKey, Position]:
     found: dict[LaneKey, Position] = {}
-    for group in _newest(process):
+    for group in newest_groups(process.page):
         # A wait for a call that was queued on a device has a lane of its own, which comes last.
         lanes = sorted(enumerate(group.lanes), key=lambda item: item[1].plane.endswith(_WAITS))
         for index, lane in lanes:
@@ -293,7 +293,7 @@ def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]
 
 def _waits(process: Process) -> Iterator[Wait]:
     """Return the waits for single ranks."""
-    for group in _newest(process):
+    for group in newest_groups(process.page):
         for index, lane in enumerate(group.lanes):
             if (
                 lane.plane.endswith(_WAITS)

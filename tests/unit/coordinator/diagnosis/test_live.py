@@ -84,6 +84,19 @@ def test_a_wait_is_a_call_that_goes_on_for_long_in_both_looks(
     assert [(found.rule, found.ranks) for found in findings] == ([("root cause", (2,))] if is_named else [])
 
 
+def test_a_wait_is_seen_in_a_world_that_is_joined_again() -> None:
+    """The group that was left has the same name, and its lanes are idle."""
+
+    def again(rank: int) -> FakeRank:
+        left = FakeRank(rank, 2, began_s=500).group("world:0", (0, 1), "left").calls("world:0", "barrier")
+        return FakeRank(rank, 2, began_s=1000).group("world:0", (0, 1)).after(left)
+
+    waits = again(0).enter("world:0", "all_reduce", begin_ns=AT_NS - 5 * SECOND)
+    now = look([seen(waits.page(), 100, [100]), seen(again(1).page(), 101, [100])])
+    findings = judge(evidence_of(now, now, now.seen, 1.0)).findings
+    assert [(found.rule, found.ranks) for found in findings] == [("root cause", (1,))]
+
+
 def test_the_states_of_processes_come_from_the_kernel() -> None:
     """Stopped, ended but not waited for, gone, and alive."""
     all_ranks = ranks(4)
@@ -98,7 +111,7 @@ def test_the_states_of_processes_come_from_the_kernel() -> None:
 
 @pytest.mark.guarantee("W2")
 def test_a_member_without_a_page_on_this_host_has_ended() -> None:
-    """It shares memory with the others; not so if the group has one lane over a network, or pages were refused."""
+    """It shares memory with the others; not so if the group has one lane over a network, or a page is not readable."""
     two = [seen(each.page(), 100 + each.rank, [100]) for each in ranks()[:2]]
     evidence = evidence_of(look(two), look(two), two, 1.0)
     assert list(evidence.ended) == [2]
@@ -107,6 +120,8 @@ def test_a_member_without_a_page_on_this_host_has_ended() -> None:
     hidden = evidence_of(refused, refused, two, 1.0)
     assert hidden.ended == {}
     assert hidden.unseen == ("processes whose descriptors this one may not read: 1",)
+    faulty = msgspec.structs.replace(look(two), faults={102: "GroupState 9"})
+    assert evidence_of(faulty, faulty, two, 1.0).ended == {}
     apart = [
         FakeRank(rank, 3).group("world:0", (0, 1, 2)).calls("world:0", "barrier", plane="device")
         for rank in (0, 1)

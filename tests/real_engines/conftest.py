@@ -1,6 +1,7 @@
-"""Where the real engines are."""
+"""Where the real engines are, and a model for them."""
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def vllm() -> Path:
     if not python:
         pytest.fail("VLLM_PYTHON names no interpreter: `make test-engines` makes an environment and sets it")
     return Path(python)
+
+
+@pytest.fixture(scope="session")
+def model(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a small model, whose weights an engine makes itself."""
+    folder = tmp_path_factory.mktemp("model")
+    command = [str(vllm), "-m", "benchmarks.engine_model", str(folder)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """`vllm serve` with one variable: a client gets the same answers over HTTP as from vLLM as it is."""
 
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,6 @@ import pytest
 from benchmarks.engine_server import ask, serve, stream
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def model(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model."""
-    folder = tmp_path_factory.mktemp("model")
-    command = [str(vllm), "-m", "benchmarks.engine_model", str(folder)]
-    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
-    return folder
 
 
 def answers(address: str) -> dict[str, Any]:

@@ -97,6 +97,14 @@ def this_process() -> ProcessIdentity:
     )
 
 
+def time_namespace() -> int:
+    """Return the inode of this process's time namespace, which shifts CLOCK_MONOTONIC; 0 on kernels that have none."""
+    try:
+        return Path("/proc/self/ns/time").stat().st_ino
+    except OSError:
+        return 0
+
+
 def _stat_fields(pid: int | str) -> tuple[str, int]:
     """Return (state letter, start time in ticks) of a process.
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from coordinator.diagnosis.blame.recorded import read_run, run_folders
 from coordinator.diagnosis.model import Page
-from coordinator.diagnosis.pages import find_pages
+from coordinator.diagnosis.pages import find_pages, shift_of
 from coordinator.diagnosis.trace import make_trace
-from coordinator.errors import UsageError
+from shm_broadcast.errors import UsageError
 
 __all__ = ["write_trace"]
 
@@ -37,11 +37,7 @@ def write_trace(out: Path, directories: Sequence[Path], pids: Sequence[int]) -> 
         sys.stderr.write("coordinator: error: there is no process with a group and a status page\n")
         return 1
     if not directories:
-        # CLOCK_MONOTONIC of this process is that of the pages of its own time namespace.
-        here = _time_namespace()
-        now_ns = {
-            place: time.monotonic_ns() for place, page in enumerate(pages) if page.time_namespace == here
-        }
+        now_ns = {place: time.monotonic_ns() - shift_of(page) for place, page in enumerate(pages)}
     trace = make_trace(pages, now_ns)
     content = trace.to_json()
     try:
@@ -72,10 +68,3 @@ def _recorded(directories: Sequence[Path], pids: Sequence[int]) -> tuple[list[Pa
     evidence = read_run(run_folders(directories))
     pages = [process.page for process in evidence.processes if not pids or process.page.pid in pids]
     return pages, list(evidence.unseen)
-
-
-def _time_namespace() -> int:
-    try:
-        return Path("/proc/self/ns/time").stat().st_ino
-    except OSError:
-        return 0

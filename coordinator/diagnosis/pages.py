@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -19,10 +20,21 @@ from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.model import Page
 from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError
+from shm_broadcast.liveness import time_namespace
 from shm_broadcast.status.layout import PAGE_BYTES
 from shm_broadcast.status.record_file import is_page, is_page_link
 
-__all__ = ["Found", "Memory", "Search", "find_memory", "find_pages", "map_page", "owner_of", "processes"]
+__all__ = [
+    "Found",
+    "Memory",
+    "Search",
+    "find_memory",
+    "find_pages",
+    "map_page",
+    "owner_of",
+    "processes",
+    "shift_of",
+]
 
 # Pages, queues, and what groups share.
 _LINKS: Final = "/memfd:group-coordinator"
@@ -162,6 +174,13 @@ def _read(links: Iterable[str], records: bool) -> Page | None:
         # A page that is being made has no magic number yet.
         return decode_page(copy, records) if any(copy[:8]) else None
     return None
+
+
+def shift_of(page: Page) -> int:
+    """Return what turns a time of a page into CLOCK_MONOTONIC of this process, in ns; 0 in one time namespace."""
+    if page.time_namespace == time_namespace():
+        return 0
+    return page.realtime_ns - (time.time_ns() - time.monotonic_ns())
 
 
 def owner_of(page: Page, holders: Iterable[int]) -> int | None:

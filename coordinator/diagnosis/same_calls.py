@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from coordinator.diagnosis.model import Group, Page, Record
+from coordinator.diagnosis.model import Group, Lane, Page, Record
 from shm_broadcast.status.kinds import ALGORITHMS
 
-__all__ = ["GroupKey", "PageGroups", "ambiguous_groups", "carrier_of"]
+__all__ = ["GroupKey", "PageGroups", "ambiguous_groups", "carrier_of", "is_shared"]
 
 # Shared memory says which of its ways it took for a sum.
 _SHARED: Final = frozenset({"shared memory", *ALGORITHMS.values()})
@@ -72,6 +72,11 @@ def ambiguous_groups(pages: Sequence[Page]) -> dict[GroupKey, tuple[int, int]]:
     return found
 
 
-def carrier_of(record: Record) -> str:
+def is_shared(algorithm: str) -> bool:
+    """Return whether calls go through shared memory, where all ranks compare their calls."""
+    return algorithm in _SHARED
+
+
+def carrier_of(call: Lane | Record) -> str:
     """Return what numbers the calls: shared memory and process groups do so apart, also in one plane."""
-    return "shared memory" if record.algorithm in _SHARED else record.algorithm
+    return "shared memory" if is_shared(call.algorithm) else call.algorithm

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from shm_broadcast import _core
-from shm_broadcast.liveness import fork_count, this_process
+from shm_broadcast.liveness import fork_count, this_process, time_namespace
 from shm_broadcast.segment import Segment
 from shm_broadcast.status import layout
 from shm_broadcast.status.failure_dump import Broken, Dumps
@@ -55,7 +55,7 @@ class OwnPage:
             identity.pid,
             identity.start_ticks,
             identity.pid_namespace,
-            _time_namespace(),
+            time_namespace(),
             identity.boot_id.encode(),
             identity.hostname.encode(),
         )
@@ -236,14 +236,6 @@ class GroupStatus:
 def cut(text: str, nbytes: int) -> bytes:
     """Return UTF-8 that fits with the 0 behind it, cut between two characters."""
     return text.encode(errors="replace")[: nbytes - 1].decode(errors="ignore").encode()
-
-
-def _time_namespace() -> int:
-    """Return the inode of the time namespace, which shifts CLOCK_MONOTONIC; 0 on kernels that have none."""
-    try:
-        return Path("/proc/self/ns/time").stat().st_ino
-    except OSError:
-        return 0
 
 
 class _Own:

@@ -12,12 +12,14 @@ from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import NOBODY, GroupState, LaneState, Outcome
 from shm_broadcast.status.page import GroupStatus, own_page
 
-__all__ = ["ShownCalls", "StatusLane"]
+__all__ = ["WAITS", "ShownCalls", "StatusLane"]
 
 Result = TypeVar("Result")
 
-_WAITS: Final = "waiting"
-"""What the lanes of waits have as their algorithm; a call that waits there is shown in the lane of its plane too."""
+WAITS: Final = " waits"
+"""How the name of the plane of a lane of waits ends; a call that waits there is shown in the lane of its plane too."""
+
+_WAITING: Final = "waiting"
 
 
 class _Call(Protocol):
@@ -89,7 +91,7 @@ class ShownCalls:
             finally:
                 lane.set_state(LaneState.COMPUTING)
         idle = self._idle.setdefault(call.plane, [])
-        lane = idle.pop() if idle else self.status.lane(f"{call.plane} waits", _WAITS)
+        lane = idle.pop() if idle else self.status.lane(f"{call.plane}{WAITS}", _WAITING)
         peer = self._ranks.index(pending[0]) if pending and pending[0] in self._ranks else NOBODY
         outcome = Outcome.FAILED
         try:

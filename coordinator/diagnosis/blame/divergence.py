@@ -6,8 +6,9 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from coordinator.diagnosis.blame.members import Job, LaneKey, Node, folded, is_shared
+from coordinator.diagnosis.blame.members import Job, LaneKey, Node, folded
 from coordinator.diagnosis.model import Lane, Record
+from coordinator.diagnosis.same_calls import is_shared
 from device_comm import _core
 
 __all__ = ["Divergence", "View", "first_divergence"]

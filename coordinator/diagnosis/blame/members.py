@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from coordinator.diagnosis.blame.evidence import Evidence, Failure, Process
 from coordinator.diagnosis.blame.verdict import Culprit, called
 from coordinator.diagnosis.model import Group, Lane, Page, Record
+from coordinator.diagnosis.same_calls import is_shared
+from shm_broadcast.status.shown_calls import WAITS
 
-__all__ = ["GroupKey", "Job", "LaneKey", "Node", "Position", "folded", "is_shared", "newest_groups"]
+__all__ = ["GroupKey", "Job", "LaneKey", "Node", "Position", "folded", "newest_groups"]
 
 Node = int
 """A process: its place in the evidence, or -1 - rank for one of which nothing was seen."""
-
-_SHARED: Final = frozenset({"shared memory", "one-shot", "two-shot"})
-_WAITS: Final = " waits"
-
-
-def is_shared(algorithm: str) -> bool:
-    """Return whether calls go through shared memory, where all ranks compare their calls."""
-    return algorithm in _SHARED
 
 
 def folded(detail: int) -> int:
@@ -244,7 +238,7 @@ def _for(process: Process, since_ns: int) -> str:
 
 def _key(process: Process, group: Group, plane: str, algorithm: str) -> LaneKey:
     carrier = process.page.boot_id if is_shared(algorithm) else ""
-    return LaneKey(key_of(group), plane.removesuffix(_WAITS), carrier)
+    return LaneKey(key_of(group), plane.removesuffix(WAITS), carrier)
 
 
 def newest_groups(page: Page) -> Iterable[Group]:
@@ -260,7 +254,7 @@ def _records(process: Process) -> dict[LaneKey, dict[int, Record]]:
         group = groups.get((record.group, record.epoch))
         if group is None or record.begin_ns < group.created_ns:
             continue
-        if record.number and not record.plane.endswith(_WAITS):
+        if record.number and not record.plane.endswith(WAITS):
             key = _key(process, group, record.plane, record.algorithm)
             found.setdefault(key, {})[record.number] = record
     return found
@@ -270,7 +264,7 @@ def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]
     found: dict[LaneKey, Position] = {}
     for group in newest_groups(process.page):
         # A wait for a call that was queued on a device has a lane of its own, which comes last.
-        lanes = sorted(enumerate(group.lanes), key=lambda item: item[1].plane.endswith(_WAITS))
+        lanes = sorted(enumerate(group.lanes), key=lambda item: item[1].plane.endswith(WAITS))
         for index, lane in lanes:
             is_settling = (group.name, index) in process.settling
             if lane.is_torn or not lane.number:
@@ -278,7 +272,7 @@ def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]
             key = _key(process, group, lane.plane, lane.algorithm)
             before = found.get(key)
             goes_on = lane.state != "idle"
-            if lane.plane.endswith(_WAITS):
+            if lane.plane.endswith(WAITS):
                 if goes_on and not is_settling:
                     base = before or Position(lane, lane.number, None, "")
                     found[key] = Position(base.lane, max(base.reached, lane.number), lane, "")
@@ -296,13 +290,13 @@ def _waits(process: Process) -> Iterator[Wait]:
     for group in newest_groups(process.page):
         for index, lane in enumerate(group.lanes):
             if (
-                lane.plane.endswith(_WAITS)
+                lane.plane.endswith(WAITS)
                 and not lane.number
                 and not lane.is_torn
                 and (group.name, index) not in process.settling
                 and (lane.state != "idle" or _has_failed(process, group, lane))
             ):
-                yield Wait(group, lane.plane.removesuffix(_WAITS), lane, lane.root)
+                yield Wait(group, lane.plane.removesuffix(WAITS), lane, lane.root)
 
 
 def _has_failed(process: Process, group: Group, lane: Lane) -> bool:

@@ -13,12 +13,12 @@ from coordinator.diagnosis.blame.members import (
     Node,
     Position,
     Wait,
-    is_shared,
     key_of,
     operation_of,
 )
 from coordinator.diagnosis.blame.verdict import called
 from coordinator.diagnosis.queues import Reader, Ring
+from coordinator.diagnosis.same_calls import is_shared
 
 __all__ = ["Edge", "WaitGraph", "slowest_readers"]
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
 from coordinator.diagnosis.metrics.lags import Lag, QueueReader, lags_of
 from coordinator.diagnosis.model import Counters, Group, Lane, Page
-from coordinator.diagnosis.pages import Found, Search
+from coordinator.diagnosis.pages import Found, Search, shift_of
 from coordinator.diagnosis.same_calls import PageGroups
 from shm_broadcast.status.layout import BUCKETS
 
@@ -276,7 +275,7 @@ def _states(live: Iterable[Page]) -> tuple[dict[Member, bool], dict[Member, int]
 def _inflight(live: Iterable[Page]) -> dict[Key, float]:
     found: dict[Key, float] = {}
     for page in live:
-        now_ns = _now_ns(page)
+        now_ns = time.monotonic_ns() - shift_of(page)
         for group in page.groups:
             if group.state == "left" or group.is_torn:
                 continue
@@ -287,17 +286,3 @@ def _inflight(live: Iterable[Page]) -> dict[Key, float]:
                     key = _key(page, group, lane, lane.call)
                     found[key] = max(found.get(key, 0.0), (now_ns - lane.begin_ns) / 1e9, 0.0)
     return found
-
-
-def _now_ns(page: Page) -> int:
-    """Return CLOCK_MONOTONIC as the page's process reads it: a time namespace of its own shifts it."""
-    if page.time_namespace == _time_namespace():
-        return time.monotonic_ns()
-    return time.time_ns() - page.realtime_ns
-
-
-def _time_namespace() -> int:
-    try:
-        return Path("/proc/self/ns/time").stat().st_ino
-    except OSError:
-        return 0

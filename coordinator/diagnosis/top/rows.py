@@ -9,17 +9,15 @@ from typing import Final
 import msgspec
 
 from coordinator.diagnosis.model import Group, Lane
+from coordinator.diagnosis.same_calls import carrier_of
 from coordinator.diagnosis.stragglers import Straggler
 from coordinator.diagnosis.top.activity import Activity, activity_of
 from coordinator.diagnosis.top.sampling import Lateness, Sample, Seen
-from shm_broadcast.status.kinds import ALGORITHMS
+from shm_broadcast.status.shown_calls import WAITS
 
 __all__ = ["Row", "rows_of"]
 
 _BUSY: Final = ("computing", "posted", "asleep")
-_SHARED_MEMORY: Final = "shared memory"
-# How the planes of waits for messages end; see `ShownCalls.wait`.
-_WAITS: Final = " waits"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -90,7 +88,7 @@ class _Plane(msgspec.Struct, frozen=True):
         if self.is_busy or self.lane.is_torn:
             return True
         # Where nobody waits for a message, the row of such waits would say nothing of its own.
-        return not self.name.endswith(_WAITS) and any(lane.counters for lane in self.lanes)
+        return not self.name.endswith(WAITS) and any(lane.counters for lane in self.lanes)
 
     @property
     def ended_ns(self) -> int:
@@ -157,9 +155,7 @@ def _planes(group: Group) -> dict[_PlaneKey, _Plane]:
     """Return the planes of a group in one process, by name and by what carries them."""
     found: dict[_PlaneKey, list[Lane]] = {}
     for lane in group.lanes:
-        # Some kinds of calls name their own algorithm.
-        carrier = _SHARED_MEMORY if lane.algorithm in ALGORITHMS.values() else lane.algorithm
-        found.setdefault((lane.plane, carrier), []).append(lane)
+        found.setdefault((lane.plane, carrier_of(lane)), []).append(lane)
     planes = {}
     for key, lanes in found.items():
         busy = [lane for lane in lanes if lane.state in _BUSY]

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -121,7 +120,6 @@ class Sampler:
         self._refused: set[int] = set()
         self._faults: dict[int, str] = {}
         self._next_search_s = 0.0
-        self._clock_namespace = _time_namespace()
 
     def close(self) -> None:
         """Let the pages go. Idempotent."""
@@ -180,7 +178,7 @@ class Sampler:
             if process is not None and process.start_ticks != page.start_ticks:
                 process = None  # another one has the number now
             seen.append(
-                Seen(page, kept.pid, process, kept.keepers, jobs[place], self._shift_ns(page), lateness)
+                Seen(page, kept.pid, process, kept.keepers, jobs[place], pages.shift_of(page), lateness)
             )
             self._forget(place, kept, seen[-1].has_ended)
         seen.sort(key=lambda each: (each.job, each.page.rank is None, each.page.rank or 0, each.page.pid))
@@ -197,11 +195,6 @@ class Sampler:
         if not kept.keepers and time.monotonic() - kept.ended_s >= KEPT_S:
             kept.memory.close()
             del self._kept[place]
-
-    def _shift_ns(self, page: Page) -> int:
-        if page.time_namespace == self._clock_namespace:
-            return 0
-        return page.realtime_ns - (time.time_ns() - time.monotonic_ns())
 
     def _search(self) -> None:
         """Look at the descriptors of all processes."""
@@ -248,11 +241,3 @@ def jobs_of(marked: Iterable[tuple[Place, set[object]]]) -> dict[Place, int]:
                 joined = (job[0] | joined[0], job[1] + joined[1])
         jobs = [*rest, joined]
     return {place: number for number, (_, places) in enumerate(jobs) for place in places}
-
-
-def _time_namespace() -> int:
-    """Return the inode of this process's time namespace; 0 on kernels that have none."""
-    try:
-        return Path("/proc/self/ns/time").stat().st_ino
-    except OSError:
-        return 0

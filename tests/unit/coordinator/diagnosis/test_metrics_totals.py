@@ -12,6 +12,7 @@ from coordinator.diagnosis.metrics import totals
 from coordinator.diagnosis.metrics.totals import Key, Member, Totals
 from coordinator.diagnosis.model import Counters, Group, Lane, Page, Record
 from coordinator.diagnosis.pages import Found, Search
+from shm_broadcast.liveness import time_namespace
 from shm_broadcast.status.layout import BUCKETS
 
 KEY = Key("0", "tp:0", "shared", "all_reduce")
@@ -67,7 +68,7 @@ def found(*groups: Group, pid: int = 10, rank: int | None = 0, alive: bool = Tru
             "pid": pid,
             "start_ticks": 5,
             "pid_namespace": 1,
-            "time_namespace": totals._time_namespace(),
+            "time_namespace": time_namespace(),
             "boot_id": "b",
             "hostname": "h",
             "rank": rank,

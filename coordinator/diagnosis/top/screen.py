@@ -141,7 +141,7 @@ def _ring_state(ring: Ring, reader: Reader | None) -> str:
         return "broken"
     if ring.writer_waits and reader.behind_bytes:
         return "waiting"
-    return "idle" if reader.waits else ""
+    return "idle" if _awaits_message(reader) else ""
 
 
 def _ring_cells(sample: Sample, ring: Ring, reader: Reader | None) -> tuple[str, ...]:
@@ -175,11 +175,16 @@ def _side(ring: Ring, reader: Reader) -> str:
         return f"reader is {reader.state}"
     if ring.writer_waits and reader.behind_bytes:
         return "writer, for room"
-    if reader.waits:
+    if _awaits_message(reader):
         return "reader, for a message"
     if ring.is_closed:
         return "nobody, writer has closed"
     return "nobody, reader is behind" if reader.behind_bytes else "nobody"
+
+
+def _awaits_message(reader: Reader) -> bool:
+    """Return whether a reader sleeps with nothing to read: one that is stopped in its sleep cannot take what comes."""
+    return reader.waits and not reader.behind_messages
 
 
 def _clean(text: str) -> str:

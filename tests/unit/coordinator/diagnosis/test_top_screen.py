@@ -120,6 +120,10 @@ def ring(**more: Any) -> Ring:
             "9.0 s",
         ),
         (Reader(0, 7, 1, "attached", 5, 640, 0, waits=False), False, "nobody, reader is behind", "start"),
+        # It was stopped while it slept, and could not take what came afterwards.
+        (Reader(0, 7, 1, "attached", 1, 64, 0, waits=True), False, "nobody, reader is behind", "start"),
+        # Of a long message the first parts are there.
+        (Reader(0, 7, 1, "attached", 0, 64, 0, waits=True), False, "reader, for a message", "start"),
         (Reader(0, 7, 1, "attached", 0, 0, 0, waits=False), False, "nobody", "3.0 s"),
         (Reader(0, None, None, "left", 0, 0, 5, waits=False), False, "reader is left", "3.0 s"),
     ],

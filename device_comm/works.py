@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Final
@@ -19,6 +20,7 @@ from typing import Final
 import torch.distributed as dist
 
 from device_comm.health import FOREVER_S
+from shm_broadcast.errors import ClosedError
 from shm_broadcast.interruption import raised_by_handler
 
 _FOREVER: Final = timedelta(seconds=FOREVER_S)
@@ -70,7 +72,11 @@ class WaiterThreads:
             return len(self._idle) < len(self._all)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` on an idle thread, or on a new one. `job` must not raise."""
+        """Run `job` on an idle thread, or on a new one. `job` must not raise.
+
+        Raises:
+            ClosedError: The threads have ended, or end just now: nobody would wait for a new one.
+        """
         idle = self._idle
         # Nothing is called from here to the end of `put`, so that no signal handler leaves an idle thread without a job
         # and no other thread takes it as well.
@@ -94,6 +100,8 @@ class WaiterThreads:
             target=self._run, args=(inbox, ended), name=f"group-coordinator-{self._name}", daemon=True
         )
         with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self._name}: the group was destroyed meanwhile")
             self._all.append((thread, ended))
             try:
                 thread.start()
@@ -196,8 +204,10 @@ class PointToPointWorks:
             return self.is_complete()
         if not self._spread:
             self._spread = True
-            for _ in range(len(self._todo)):
-                self._threads.submit(self._drain)
+            # Whoever waits finds out that the group is closed.
+            with suppress(ClosedError):
+                for _ in range(len(self._todo)):
+                    self._threads.submit(self._drain)
         return False
 
     def pending(self) -> tuple[int, ...]:

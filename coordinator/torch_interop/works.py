@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from device_comm.handles import Handle, PointToPointHandle
 from device_comm.works import WaiterThreads
-from shm_broadcast.errors import CommError
+from shm_broadcast.errors import ClosedError, CommError
 
 if TYPE_CHECKING:
     from device_comm.async_calls import CallHandle
@@ -108,9 +108,17 @@ class CallWork(dist.Work):
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self._handle.devices)
         complete = partial(future.set_result, None)
         threads = self._threads
-        self._handle.get_future().add_done_callback(
-            lambda _: complete() if threads is None else threads.submit(complete)
-        )
+
+        def done_on_a_thread(_: object) -> None:
+            try:
+                if threads is not None:
+                    threads.submit(complete)
+                    return
+            except ClosedError:
+                pass  # the group was destroyed: no callback can start a call any more, and it may run here
+            complete()
+
+        self._handle.get_future().add_done_callback(done_on_a_thread)
         # An error in a callback becomes the error of the future that `then` returns, for callers in C++ too. An
         # exception that is set as a result would be taken for the tensors there.
         return future.then(self._outcome)

@@ -124,10 +124,18 @@ def test_a_group_that_a_handler_destroys_while_it_breaks_or_closes_is_closed_onc
 def test_a_handler_may_use_the_threads_at_any_step_of_handing_them_a_job(
     inner: str, *, is_idle: bool
 ) -> None:
-    """Each job of a call that returns is done, and no thread is left behind."""
+    """Each job of a call that returns is done, and no thread is left behind. Behind the end of all none is taken."""
 
     def once(strikes: Strikes) -> None:
         threads, ran, nested = WaiterThreads("locks"), threading.Event(), threading.Event()
+
+        def hand_over() -> None:
+            try:
+                threads.submit(ran.set)
+            except ClosedError:
+                assert inner == "closes"
+                ran.set()
+
         if is_idle:
             first = threading.Event()
             threads.submit(first.set)
@@ -137,7 +145,7 @@ def test_a_handler_may_use_the_threads_at_any_step_of_handing_them_a_job(
             strikes.strike = lambda: threads.submit(nested.set)
         elif inner == "closes":
             strikes.strike = lambda: threads.close(0.1)
-        if struck(strikes, lambda: threads.submit(ran.set)):
+        if struck(strikes, hand_over):
             assert ran.wait(SOON_S)
         if inner == "submits" and not strikes.is_over:
             assert nested.wait(SOON_S)

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from device_comm.works import WaiterThreads
+from device_comm.works import PointToPointWorks, WaiterThreads
+from shm_broadcast.errors import ClosedError
 
 
 def test_closing_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +48,38 @@ def test_an_interrupt_while_a_thread_starts_leaves_no_thread(monkeypatch: pytest
     threads.close(5.0)
     assert ran.is_set()
     assert not any("interrupted" in thread.name for thread in threading.enumerate())
+
+
+def test_no_thread_starts_once_all_are_ended() -> None:
+    """Nobody would join it: a wait that a group's end has overtaken gets no thread, and says so."""
+    threads, ran = WaiterThreads("ended"), threading.Event()
+    threads.close(5.0)
+    with pytest.raises(ClosedError, match="ended"):
+        threads.submit(ran.set)
+    assert not any("ended" in thread.name for thread in threading.enumerate())
+    assert not ran.is_set()
+
+
+def test_a_wait_that_goes_on_behind_the_end_starts_no_thread() -> None:
+    """`poll` gives each transfer a thread of its own, but not when the threads have ended meanwhile."""
+    threads = WaiterThreads("polled")
+    blocked = threading.Event()
+    waiting = [FakeWork(blocked), FakeWork(blocked)]
+    works = PointToPointWorks(threads, list(enumerate(waiting)), None)  # type: ignore[arg-type]
+    threads.close(0.0)
+    before = [thread for thread in threading.enumerate() if "polled" in thread.name]
+    assert not works.poll(0.01)
+    assert [thread for thread in threading.enumerate() if "polled" in thread.name] == before
+    blocked.set()
+    assert works.poll(5.0)
+
+
+class FakeWork:
+    """A transfer that ends when an event is set."""
+
+    def __init__(self, done: threading.Event) -> None:
+        self._done = done
+
+    def wait(self, *_: object) -> bool:
+        """Wait for the event."""
+        return self._done.wait(10.0)

@@ -325,7 +325,9 @@ def make_functions(end: float) -> None:
 
 
 @pytest.mark.guarantee("S19")
-@pytest.mark.parametrize("seconds", [1.0, pytest.param(30.0, marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "seconds", [1.0, pytest.param(30.0, marks=[pytest.mark.thorough, pytest.mark.proof])]
+)
 def test_a_process_survives_being_asked_while_its_threads_run(seconds: float) -> None:
     """Each writes its own frames only: with the stacks of all threads a process crashed whose threads came and went."""
     assert run_ranks(asked_while_threads_run, 2, seconds, timeout_s=seconds + 60.0)[0] >= 10

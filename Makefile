@@ -40,8 +40,8 @@ $(VENV)/.installed-%: $(STAMP)
 		| $(PIP) install -q -c constraints.txt -r /dev/stdin
 	@touch $@
 
-demo: $(STAMP) ## Run a tensor- and pipeline-parallel LLM over our groups in four processes
-	@$(PY) -m examples.tiny_llm
+demo: $(STAMP) ## Run a tensor- and pipeline-parallel LLM over our groups in four processes (HOLD=60: go on for so many seconds)
+	@$(PY) -m examples.tiny_llm $(if $(HOLD),--hold $(HOLD))
 
 bench: $(STAMP) ## Measure everything against torch.distributed, in under five minutes (BENCH_OUT=DIR, BENCH_ARGS=…)
 	@$(PY) -m benchmarks run --out $(BENCH_OUT) $(BENCH_ARGS)

@@ -54,9 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if options.command == "rank":
         return run_rank(
-            options.job, options.rank, options.ranks, options.directory, options.launcher, options.only
+            options.job,
+            options.rank,
+            options.ranks,
+            options.directory,
+            options.launcher,
+            options.only,
+            options.hold,
         )
-    return run_job(options.command, options.ranks, options.timeout, getattr(options, "only", []))
+    return run_job(
+        options.command,
+        options.ranks,
+        options.timeout,
+        getattr(options, "only", []),
+        hold_s=getattr(options, "hold", 0.0),
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,6 +107,14 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="PART",
                 help="check only this part, such as all_reduce; may be repeated",
             )
+        else:
+            command.add_argument(
+                "--hold",
+                type=_seconds,
+                default=0.0,
+                metavar="S",
+                help="go on making calls for so many seconds, and print the command that watches them",
+            )
     _add_top_and_dump(commands)
     _add_trace(commands)
     _add_stragglers(commands)
@@ -108,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     rank.add_argument("--directory", type=Path, required=True)
     rank.add_argument("--launcher", type=int, required=True)
     rank.add_argument("--only", action="append", default=[])
+    rank.add_argument("--hold", type=float, default=0.0)
     return parser
 
 

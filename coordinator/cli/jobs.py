@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from coordinator import testing
+from coordinator.diagnosis.top.command import top_command
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
@@ -22,16 +25,30 @@ from coordinator.parallel_state import (
     init_distributed_environment,
 )
 
-__all__ = ["JOBS", "REPORT"]
+__all__ = ["JOBS", "REPORT", "JobOptions"]
 
 REPORT: Final = "start-up.txt"
 # Bytes per call, from the activations of a decode step to those of a prefill.
 SIZES: Final = (1 << 10, 8 << 10, 64 << 10, 1 << 20, 16 << 20)
 # Calls per median. 21 calls of 16 MiB take less than a second.
 REPEATS: Final = 21
+# Between the steps of the demo while it holds: ranks of an engine compute as long as this.
+STEP_S: Final = 0.01
 
 
-def check(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:
+class JobOptions(msgspec.Struct, frozen=True):
+    """What the user asks of a job.
+
+    Attributes:
+        only: Parts of `check` to run; empty for all.
+        hold_s: Seconds for which `demo` makes calls at its end.
+    """
+
+    only: tuple[str, ...] = ()
+    hold_s: float = 0.0
+
+
+def check(rank: int, ranks: int, directory: Path, options: JobOptions) -> int:
     """Verify the collectives, objects, tensor dicts and queues of a group of all ranks."""
     with _world(rank, ranks, directory) as group:
         group.enable_broadcaster()
@@ -41,7 +58,7 @@ def check(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> i
         )
         failed = 0
         for name, part in _parts(group).items():
-            if only and name not in only:
+            if options.only and name not in options.only:
                 continue
             started = time.perf_counter()
             text = ""
@@ -119,12 +136,13 @@ def _check_queue(group: GroupCoordinator) -> None:
         _demand(got == {"step": step}, f"message {step} of the queue was {got!r}")
 
 
-def demo(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:  # noqa: ARG001
+def demo(rank: int, ranks: int, directory: Path, options: JobOptions) -> int:
     """Show the calls of a group with their times and algorithms."""
     say = _speaker(rank)
     started = time.perf_counter()
     with _world(rank, ranks, directory) as group:
         group.enable_broadcaster()
+        pids = group.all_gather_object(os.getpid())
         say(f"{group!r}")
         say(
             f"joined the world and created the group in {(time.perf_counter() - started) * 1e3:.0f} ms; "
@@ -149,14 +167,30 @@ def demo(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> in
         }
         for name, call in calls.items():
             say(f"{name:<33}{_median_s(group, call) * 1e6:>9.1f} us")
-        if ranks > 1:
+        if options.hold_s:
             say(
-                "\nNext: `python -m coordinator check` verifies every collective; README.md has a first program."
+                f"\nmaking calls for {options.hold_s:g} s; watch it from another terminal: {top_command(pids)}"
+            )
+            _hold(group, options.hold_s)
+        elif ranks > 1:
+            say(
+                "\nNext: `python -m coordinator demo --hold 60` goes on making calls, which `python -m coordinator "
+                "top` shows.\n`python -m coordinator check` verifies every collective; README.md has a first program."
             )
     return 0
 
 
-def start_up(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:  # noqa: ARG001
+def _hold(group: GroupCoordinator, hold_s: float) -> None:
+    """Make the calls of an engine's steps for as long as rank 0's clock says."""
+    tensor = torch.ones(8192, device=group.device)
+    end_s = time.monotonic() + hold_s
+    while group.broadcast_object(time.monotonic() < end_s if group.is_first_rank else None):
+        for _ in range(4):
+            group.all_reduce(tensor)
+        time.sleep(STEP_S)
+
+
+def start_up(rank: int, ranks: int, directory: Path, options: JobOptions) -> int:  # noqa: ARG001
     """Create a world and its groups; rank 0 writes its start-up report to the directory."""
     with _world(rank, ranks, directory):
         tensor = 2 if ranks % 2 == 0 else 1

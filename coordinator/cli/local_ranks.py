@@ -42,6 +42,7 @@ def run_job(
     timeout_s: float,
     only: Sequence[str] = (),
     collect: Callable[[Path], None] | None = None,
+    hold_s: float = 0.0,
 ) -> int:
     """Run `job` in `ranks` processes on this host until they end; return the exit status.
 
@@ -51,6 +52,7 @@ def run_job(
         timeout_s: Deadline in seconds, after which the ranks are killed.
         only: Parts of the job to run; empty for all.
         collect: Called with the ranks' shared directory before it is removed.
+        hold_s: Seconds for which the demo goes on at its end, beside the deadline.
     """
     children: dict[int, subprocess.Popen[bytes]] = {}
     previous = signal.signal(signal.SIGTERM, _leave)
@@ -58,8 +60,8 @@ def run_job(
         directory = Path(name)
         try:
             for rank in range(ranks):
-                children[rank] = _start(job, rank, ranks, directory, only)
-            codes = _watch(children, timeout_s)
+                children[rank] = _start(job, rank, ranks, directory, only, hold_s)
+            codes = _watch(children, timeout_s + hold_s)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         finally:
@@ -73,7 +75,9 @@ def run_job(
         return _tell(codes, directory, timeout_s)
 
 
-def run_rank(job: str, rank: int, ranks: int, directory: Path, launcher: int, only: Sequence[str]) -> int:
+def run_rank(
+    job: str, rank: int, ranks: int, directory: Path, launcher: int, only: Sequence[str], hold_s: float
+) -> int:
     """Run one rank of a job; return its exit status. The process dies with the launcher."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # the launcher died before the line above
@@ -81,7 +85,7 @@ def run_rank(job: str, rank: int, ranks: int, directory: Path, launcher: int, on
     try:
         from coordinator.cli import jobs
 
-        return jobs.JOBS[job](rank, ranks, directory, only)
+        return jobs.JOBS[job](rank, ranks, directory, jobs.JobOptions(tuple(only), hold_s))
     except Exception as error:  # noqa: BLE001 - the launcher reports any error
         failure = _Failure(
             f"{type(error).__name__}: {error}",
@@ -93,9 +97,11 @@ def run_rank(job: str, rank: int, ranks: int, directory: Path, launcher: int, on
         return 1
 
 
-def _start(job: str, rank: int, ranks: int, directory: Path, only: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(
+    job: str, rank: int, ranks: int, directory: Path, only: Sequence[str], hold_s: float
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "coordinator", "rank", job, "--rank", str(rank), "--ranks", str(ranks)]
-    command += ["--directory", str(directory), "--launcher", str(os.getpid())]
+    command += ["--directory", str(directory), "--launcher", str(os.getpid()), "--hold", str(hold_s)]
     command += [each for part in only for each in ("--only", part)]
     # In their own sessions the ranks do not receive Ctrl-C; the launcher does, and kills them.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603

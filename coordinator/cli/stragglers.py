@@ -30,13 +30,13 @@ def watch_stragglers(window_s: float, pids: Sequence[int], *, logs: bool) -> int
         sys.stderr.write("coordinator: error: this host has no process with a group and a status page\n")
         return 1
     windows = _windows(window_s, pids)
-    if not logs:
-        next(windows)  # nobody can be named after one window
-        found, text = next(windows)
-        sys.stdout.write("".join(f"{straggler}\n" for straggler in found) or f"{text}\n")
-        return _NAMED if found else 0
     status = 0
     try:
+        if not logs:
+            next(windows)  # nobody can be named after one window
+            found, text = next(windows)
+            sys.stdout.write("".join(f"{straggler}\n" for straggler in found) or f"{text}\n")
+            return _NAMED if found else 0
         for found, text in windows:
             status = _NAMED if found else status
             at = datetime.now(UTC).isoformat(timespec="seconds")

@@ -5,11 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from coordinator.cli import CHECKED, main
 from coordinator.testing import PARTS
+from tests.printed_command import pids_shown_by
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_info_names_versions_devices_and_paths(capfd: pytest.CaptureFixture[str]) -> None:
@@ -40,11 +45,24 @@ def test_every_part_of_the_contract_can_be_checked_alone() -> None:
 
 
 def test_demo_shows_every_call_with_its_algorithm(capfd: pytest.CaptureFixture[str]) -> None:
-    """Two ranks run, and one table is printed."""
-    assert main(["demo"]) == 0
+    """Two ranks run, one table is printed, and calls are made for as long as the user asks."""
+    assert main(["demo", "--hold", "0.3"]) == 0
     text = capfd.readouterr().out
-    for word in ("1 KiB", "16 MiB", "one-shot", "broadcast_object", "barrier"):
+    for word in ("1 KiB", "16 MiB", "one-shot", "broadcast_object", "barrier", "making calls for 0.3 s"):
         assert word in text
+
+
+def test_a_demo_that_holds_prints_the_command_that_watches_it(tmp_path: Path) -> None:
+    """The command, run as printed while the demo makes calls, shows both ranks."""
+    command = [sys.executable, "-m", "coordinator", "demo", "--hold", "120"]
+    printed = tmp_path / "printed"
+    with printed.open("w") as file, subprocess.Popen(command, stdout=file, cwd=ROOT) as demo:
+        try:
+            wait_until(lambda: "--pid" in printed.read_text(), "the command")
+            assert len(pids_shown_by(printed.read_text())) == 2
+        finally:
+            demo.send_signal(signal.SIGINT)
+        assert demo.wait(30) == 128 + signal.SIGINT
 
 
 def test_check_verifies_a_part_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +76,15 @@ def test_check_verifies_a_part_and_says_so(capfd: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(
     "arguments",
-    [["check", "-n", "0"], ["check", "-n", "65"], ["demo", "--timeout", "-1"], ["check", "--only", "x"], []],
+    [
+        ["check", "-n", "0"],
+        ["check", "-n", "65"],
+        ["demo", "--timeout", "-1"],
+        ["demo", "--hold", "0"],
+        ["check", "--hold", "1"],
+        ["check", "--only", "x"],
+        [],
+    ],
 )
 def test_a_wrong_command_line_ends_with_status_2(
     arguments: list[str], capfd: pytest.CaptureFixture[str]

@@ -25,6 +25,7 @@ from tests.alone import Alone
 from tests.harness import RankPool
 from tests.leaks import TEMP_PREFIX, children_of
 from tests.ports import free_port
+from tests.printed_command import pids_shown_by
 from tests.waiting import has_ended, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -199,7 +200,7 @@ def test_the_demo_trains_its_own_model_and_ends_with_ok() -> None:
 
     `make demo` starts four ranks; two show the same with less processor time.
     """
-    done = run_demo("--tp", "1", "--pp", "2")
+    done = run_demo("--tp", "1", "--pp", "2", "--hold", "0.5")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("OK: all ")
@@ -207,6 +208,22 @@ def test_the_demo_trains_its_own_model_and_ends_with_ok() -> None:
     assert "A barrier | waits for everyone." in lines
     assert "broadcast_object" in done.stdout
     assert "training a tiny model" in done.stderr
+    assert "generating with TP 1 x PP 2 again" in done.stderr
+
+
+def test_the_printed_command_watches_a_demo_that_holds(tmp_path: Path) -> None:
+    """The command, run as printed while the demo serves again and again, shows calls of all ranks."""
+    model = random_checkpoint(tmp_path / "model", CONFIG)
+    errors = tmp_path / "errors"
+    command = [*DEMO, "--tp", "2", "--pp", "1", "--model", str(model), "--hold", "120", *prompts(PROMPTS[:2])]
+    with errors.open("w") as stderr:
+        demo = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=stderr)
+        try:
+            wait_until(lambda: "again" in errors.read_text(), "the second time", DEADLINE_S, 0.05)
+            assert pids_shown_by(errors.read_text()) == set(children_of(demo.pid))
+        finally:
+            demo.send_signal(signal.SIGINT)
+        assert demo.wait(DEADLINE_S) == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,11 @@ def _rows(copy: bytes, name: str) -> dict[int, dict[str, Any]]:
 
 
 def _text(data: bytes) -> str:
-    return data.partition(b"\0")[0].decode(errors="replace")
+    """Return a text without what a terminal might obey: whoever shows it need not know where it came from."""
+    text = data.partition(b"\0")[0].decode(errors="replace")
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
 
 
 def _name(kind: int) -> str:

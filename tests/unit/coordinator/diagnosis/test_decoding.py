@@ -66,6 +66,13 @@ def test_the_newest_calls_are_found_where_the_ring_has_wrapped(page: OwnPage) ->
     assert [record.number for record in newest] == list(range(4991, 5001))
 
 
+def test_no_text_holds_what_a_terminal_obeys(page: OwnPage) -> None:
+    """Names come from other processes, and are printed by all commands. A cause of several lines becomes one."""
+    page.group("tp:\x1b[2J\x07ü", 0, [0, 1]).set_state(GroupState.BROKEN, "first\nsecond\x1b")
+    *_, group = decode_page(copy_of(page)).groups
+    assert (group.name, group.cause) == ("tp:?[2J?ü", "first second?")
+
+
 def test_lateness_is_what_the_records_say(page: OwnPage) -> None:
     """For the newest calls of each plane, also where the group of a lane is another one by now."""
     copy = bytearray(copy_of(page))

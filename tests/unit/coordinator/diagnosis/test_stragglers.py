@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from coordinator.cli import stragglers
 from coordinator.diagnosis.model import Counters
 from coordinator.diagnosis.stragglers import LaneCount, LaneName, StragglerWatch, counts_of
 from tests.trace_pages import group, lane, page
@@ -133,6 +134,18 @@ def test_the_counters_of_all_kinds_of_calls_in_a_plane_count_together() -> None:
     one = lane(plane="shared", counters=tuple(kinds))
     (found,) = counts_of([page(3, [group(1, (2, 3), lanes=[one])], [])]).values()
     assert found == LaneCount(3, 250, 230, 12)
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_ctrl_c_is_the_way_to_end_the_command(monkeypatch: pytest.MonkeyPatch, logs: bool) -> None:
+    """Nobody was named, and no traceback is printed."""
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stragglers, "_pages", lambda pids: [page(3, [group(1, (2, 3))], [])])
+    monkeypatch.setattr(stragglers.time, "sleep", interrupted)
+    assert stragglers.watch_stragglers(60.0, [], logs=logs) == 0
 
 
 def test_the_text_names_the_rank_the_group_and_the_cost() -> None:

@@ -26,6 +26,7 @@ OTHERS: Final = {
     "kernel-calls": "kernel_calls",
     "nccl-calls": "nccl_calls",
     "status-calls": "status_calls",
+    "rebuild": "rebuild",
     "training": "training",
     "engines": "engines",
     "load": "engine_load",

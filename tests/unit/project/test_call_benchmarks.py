@@ -55,3 +55,43 @@ def test_a_benchmark_of_calls_prints_its_rows(name: str, tmp_path: Path) -> None
     assert tuple(written["calls"]) == ROWS[name]
     assert written["machine"]["python"] == platform.python_version()
     assert "torch" in written["machine"]["packages"]
+
+
+def printed_by(*arguments: str) -> str:
+    """Run a benchmark; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_cost_of_showing_calls_is_measured_in_turn(tmp_path: Path) -> None:
+    """Each call has its time with and without the status page, and the difference is in the file too."""
+    file = tmp_path / "status.json"
+    printed = printed_by("status-calls", "--rounds", "3", "--calls", "5", "--json", str(file))
+    found = {
+        name.strip()
+        for name in re.findall(r"^(.+?) +shown +[\d.]+ +hidden +[\d.]+ +difference", printed, re.MULTILINE)
+    }
+    assert found == {"all_reduce of 1 KB", "all_reduce of 1 KB into an output", "barrier"}
+    written = json.loads(file.read_text())["calls"]
+    assert set(written) == found | {"a collective that Python shows", "a message of a queue and back"}
+    assert all(isinstance(written[name]["difference_ns"], float) for name in found)
+
+
+@pytest.mark.slow
+def test_the_time_of_a_rebuild_is_measured(tmp_path: Path) -> None:
+    """The ranks that are left have noticed the kill before they go on."""
+    file = tmp_path / "rebuild.json"
+    printed_by("rebuild", "--cycles", "2", "--ranks", "3", "--json", str(file))
+    times = json.loads(file.read_text())["times"]
+    noticed, good = times["the last rank's error"], times["its first good sum"]
+    assert 0 < noticed["median_s"] < good["median_s"]
+    assert good["median_s"] <= good["p99_s"] <= good["most_s"]

@@ -73,7 +73,7 @@ def _nothing(sample: Sample, pids: Sequence[int]) -> str:
         return "\n".join(_why_not(sample, pid) for pid in pids)
     text = "no process on this host has a status page"
     if sample.refused:
-        text += f"; {len(sample.refused)} processes may not be read"
+        text += f"; processes that may not be read: {len(sample.refused)}"
     return text
 
 

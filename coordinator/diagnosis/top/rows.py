@@ -32,7 +32,8 @@ class Row(msgspec.Struct, frozen=True):
         state: "dead", "stopped", "broken", "torn", "forming", "waiting", "computing", "elsewhere" (in a call of
             another group or plane), or what the process does outside of calls; see `Activity`.
         call: The call in which it is, such as "all_reduce #118"; empty if it is in none.
-        since_s: Seconds for which it has been in the call, or in no call; None if that is not known.
+        since_s: Seconds for which it has been in the call, in that of another group or plane, or in no call; None if
+            that is not known.
         waits_for: Global ranks that have not come to the call, in group order; None if it is in none, or may wait for
             any rank.
         unseen: Global ranks of which it is not known, as no page of theirs is seen.
@@ -108,6 +109,9 @@ def rows_of(
 ) -> tuple[Row, ...]:
     """Return a row for each rank and plane of each group that is not left, by job, group, plane and rank.
 
+    A usable group of one member that has made no call has a row only if its process would have none: an engine has many
+    such groups, and nobody waits in them.
+
     Args:
         before: An earlier sample, from which rates are computed.
         now: The sample that is shown.
@@ -130,11 +134,13 @@ def rows_of(
         shown = _shown(seen)
         if not shown and not seen.has_ended:
             rows.append(maker.row(None, None, None))
+        own: list[Row] = []
         for group in shown:
             used = [(key, plane) for key, plane in planes[id(seen)][id(group)].items() if plane.is_used]
-            rows += [maker.row(group, plane, members[_key(seen, group)], key) for key, plane in used]
-            if not used:
-                rows.append(maker.row(group, None, None))
+            own += [maker.row(group, plane, members[_key(seen, group)], key) for key, plane in used]
+            if not used and (group.world_size > 1 or group.state != "usable"):
+                own.append(maker.row(group, None, None))
+        rows += own or [maker.row(group, None, None) for group in shown[:1]]
     rows.sort(key=lambda row: (row.job, row.group, row.plane, row.rank is None, row.rank or 0, row.pid))
     return tuple(rows)
 
@@ -209,7 +215,10 @@ class _Maker:
         is_busy = plane is not None and plane.is_busy and not plane.lane.is_torn
         waits_for, unseen = self._waits_for(group, plane, members, key) if is_busy else (None, ())
         last_share, late_ns = _lateness(self._seen.lateness, group, plane)
-        began_ns = plane.lane.begin_ns if plane is not None and is_busy else self._free_ns
+        if plane is not None and is_busy:
+            began_ns = plane.lane.begin_ns
+        else:
+            began_ns = self._busy[1].lane.begin_ns if self._busy and state == "elsewhere" else self._free_ns
         rank = page.rank
         if group is not None and group.place < len(group.ranks):
             rank = group.ranks[group.place]

@@ -102,7 +102,7 @@ def _rank_cells(row: Row) -> tuple[str, ...]:
         "-" if row.rank is None else str(row.rank),
         str(row.pid),
         row.state,
-        row.call or "not in a call",
+        row.call or ("-" if row.state == "elsewhere" else "not in a call"),
         _or_dash(row.since_s, in_seconds),
         _doing(row),
         _or_dash(row.calls_per_s, in_number),
@@ -200,14 +200,18 @@ def _cut(text: str, width: int) -> str:
 def head_of(sample: Sample, rows: Sequence[Row]) -> str:
     """Return the first line."""
     jobs = len({seen.job for seen in sample.seen})
-    parts = [f"{len(sample.seen)} process{'' if len(sample.seen) == 1 else 'es'} with a status page"]
+    parts = [f"{_processes(len(sample.seen))} with a status page"]
     if jobs > 1:
         parts.append(f"{jobs} jobs")
     if sample.refused:
-        parts.append(f"{len(sample.refused)} processes may not be read")
+        parts.append(f"{_processes(len(sample.refused))} may not be read")
     if not rows:
         parts.append("nothing to show")
     return ", ".join(parts)
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"
 
 
 def notes_of(sample: Sample, rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -209,13 +209,30 @@ def test_pages_that_share_memory_or_a_holder_are_one_job() -> None:
 
 
 def test_a_rank_that_waits_in_another_group_is_elsewhere() -> None:
-    """The rows of its other groups say where it is."""
-    pp = group(0, lane("asleep", "recv", 0, plane="host waits", root=1), name="pp:0", ranks=(4, 8))
+    """The rows of its other groups say where it is, and since when."""
+    waits = lane("asleep", "recv", 0, plane="host waits", root=1, begin_ns=NOW_NS - 3_000_000_000)
+    pp = group(0, waits, name="pp:0", ranks=(4, 8))
     rows = rows_of(None, sample(page(104, group(0, lane()), pp)))
+    assert [row.since_s for row in rows] == [3.0, 3.0]
     assert [(row.group, row.state, row.note) for row in rows] == [
         ("pp:0", "waiting", ""),
         ("tp:0", "elsewhere", "in pp:0 host waits"),
     ]
+
+
+def test_a_group_of_one_without_calls_has_no_row_beside_others() -> None:
+    """An engine has many, and nobody waits in them. A process with nothing else, and a broken group, are shown."""
+    alone = group(0, name="dp:0", world_size=1, ranks=(4,))
+    broken = group(0, name="ep:0", world_size=1, ranks=(4,), state="broken", cause="why")
+    silent = group(0, name="pp:0")
+    made_calls = group(0, lane(), name="cp:0", world_size=1, ranks=(4,))
+    rows = rows_of(None, sample(page(104, alone, broken, silent, made_calls)))
+    assert [(row.group, row.state) for row in rows] == [
+        ("cp:0", "sleeping"),
+        ("ep:0", "broken"),
+        ("pp:0", "sleeping"),
+    ]
+    assert [row.group for row in rows_of(None, sample(page(104, alone, alone)))] == ["dp:0"]
 
 
 def test_a_process_has_a_row_before_its_first_call_and_groups_that_were_left_have_none() -> None:

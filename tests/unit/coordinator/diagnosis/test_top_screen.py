@@ -197,6 +197,16 @@ def test_the_screen_fits_a_low_terminal() -> None:
     assert "q ends" in shown[-1]
 
 
+def test_a_rank_elsewhere_is_not_said_to_be_in_no_call() -> None:
+    """The note names the call's group; a rank in no call says so."""
+    away, outside = lines(
+        (row(state="elsewhere", call="", note="in pp:0 host"), row(state="running", call=""))
+    )[3:5]
+    assert "not in a call" not in away
+    assert "in pp:0 host" in away
+    assert "not in a call" in outside
+
+
 def test_the_screen_shows_the_lines_of_the_text() -> None:
     """A terminal shows what is printed elsewhere, but for colours."""
     console = Console(width=WIDTH, height=40, color_system=None)

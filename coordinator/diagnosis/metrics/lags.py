@@ -11,9 +11,11 @@ from coordinator.diagnosis.queues import Reader, Ring, read_rings
 
 __all__ = ["Lag", "QueueReader", "lags_of"]
 
-# A group numbers its queues, and names its channels after the ranks at both ends: "tp:0/1" and "tp:0 3 to 2".
-_QUEUE: Final = re.compile(r"(?P<group>.*)/[0-9]+")
-_CHANNEL: Final = re.compile(r"(?P<group>.*) (?P<writer>[0-9]+) to (?P<reader>[0-9]+)")
+# A group numbers its queues, and names its channels after the ranks at both ends: "tp:0/1" and "tp:0 3 to 2". Its own
+# name ends with its epoch once its members have changed: "tp:0@2/1".
+_EPOCH: Final = r"(?:@[0-9]+)?"
+_QUEUE: Final = re.compile(rf"(?P<group>.*?){_EPOCH}/[0-9]+")
+_CHANNEL: Final = re.compile(rf"(?P<group>.*?){_EPOCH} (?P<writer>[0-9]+) to (?P<reader>[0-9]+)")
 
 
 class QueueReader(NamedTuple):

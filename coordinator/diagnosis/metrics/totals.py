@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from coordinator.diagnosis.metrics.lags import Lag, QueueReader, lags_of
-from coordinator.diagnosis.model import Counters, Group, Lane, Page
+from coordinator.diagnosis.model import Counters, Group, Page
 from coordinator.diagnosis.pages import Found, Search, shift_of
 from coordinator.diagnosis.same_calls import PageGroups
 from shm_broadcast.status.layout import BUCKETS
@@ -34,7 +34,7 @@ class Member(NamedTuple):
 
     Attributes:
         rank: In the world that the process joined first; else in the group's. Empty if neither is known.
-        group: Unique name of the group.
+        group: Unique name of the group, without the epoch: the sums go on when the members change.
     """
 
     rank: str
@@ -220,7 +220,7 @@ class Totals:
                 continue  # it is younger than the counters
             newest[instance] = record.index
             if record.outcome == "disagreed" and record.index > self._classified.get(instance, 0):
-                found_by[instance, Key(_rank(page, of[1]), record.group, record.plane, record.call)] += 1
+                found_by[instance, _key(page, of[1], record.plane, record.call)] += 1
         self._classified.update(newest)
         return found_by
 
@@ -249,14 +249,19 @@ def _rank(page: Page, group: Group) -> str:
     return str(group.ranks[group.place]) if group.place < len(group.ranks) else ""
 
 
-def _key(page: Page, group: Group, lane: Lane, call: str) -> Key:
-    return Key(_rank(page, group), group.name, lane.plane, call)
+def _lasting_name(group: Group) -> str:
+    """Return the name without the epoch that ends it from the first change of members on."""
+    return group.name.removesuffix(f"@{group.epoch}")
+
+
+def _key(page: Page, group: Group, plane: str, call: str) -> Key:
+    return Key(_rank(page, group), _lasting_name(group), plane, call)
 
 
 def _counted(page: Page, group: Group) -> Iterator[tuple[Key, Counters]]:
     for lane in group.lanes:
         for counters in lane.counters:
-            yield _key(page, group, lane, counters.call), counters
+            yield _key(page, group, lane.plane, counters.call), counters
 
 
 def _states(live: Iterable[Page]) -> tuple[dict[Member, bool], dict[Member, int]]:
@@ -266,7 +271,7 @@ def _states(live: Iterable[Page]) -> tuple[dict[Member, bool], dict[Member, int]
     for page in live:
         for group in page.groups:
             if group.state != "left" and not group.is_torn:
-                member = Member(_rank(page, group), group.name)
+                member = Member(_rank(page, group), _lasting_name(group))
                 usable[member] = usable.get(member, True) and group.state == "usable"
                 epoch[member] = max(epoch.get(member, 0), group.epoch)
     return usable, epoch
@@ -283,6 +288,6 @@ def _inflight(live: Iterable[Page]) -> dict[Key, float]:
                 found.setdefault(key, 0.0)
             for lane in group.lanes:
                 if lane.state != "idle" and lane.call:
-                    key = _key(page, group, lane, lane.call)
+                    key = _key(page, group, lane.plane, lane.call)
                     found[key] = max(found.get(key, 0.0), (now_ns - lane.begin_ns) / 1e9, 0.0)
     return found

@@ -162,7 +162,12 @@ def test_promtool_accepts_the_text() -> None:
 
 @pytest.mark.parametrize(
     ("name", "group", "writer", "reader"),
-    [("tp:0/1", "tp:0", "0", "1"), ("engine", "engine", "0", "1"), ("a/b/12", "a/b", "0", "1")],
+    [
+        ("tp:0/1", "tp:0", "0", "1"),
+        ("tp:0@2/1", "tp:0", "0", "1"),
+        ("engine", "engine", "0", "1"),
+        ("a/b/12", "a/b", "0", "1"),
+    ],
 )
 def test_a_queue_is_counted_for_its_group(
     monkeypatch: pytest.MonkeyPatch, name: str, group: str, writer: str, reader: str
@@ -186,7 +191,7 @@ def test_a_channel_is_counted_for_its_two_ranks(monkeypatch: pytest.MonkeyPatch)
     from coordinator.diagnosis.queues import Reader, Ring
 
     behind = Reader(0, None, None, "attached", 2, 128, 0, waits=False)
-    ring = Ring("pp:0 3 to 5", True, 1, 4096, None, None, readers=(behind,))
+    ring = Ring("pp:0@12 3 to 5", True, 1, 4096, None, None, readers=(behind,))
     unknown = Ring("tp:0/1", False, 2, 0, None, None, readers=(behind,))
     monkeypatch.setattr(lags, "read_rings", lambda pages: (ring, unknown))
     assert lags.lags_of([]) == {

@@ -4,6 +4,7 @@ import os
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -201,6 +202,15 @@ def test_an_error_is_that_of_the_group_in_which_it_was_made() -> None:
     assert (counts.disagreed, counts.failed) == (1, 1)
     shares = {instance.created_ns: share[KEY] for instance, share in sums._shares.items()}
     assert (shares[1].disagreed, shares[100].disagreed) == (1, 0)
+
+
+def test_the_sums_of_a_group_go_on_when_its_members_change(sums: Totals) -> None:
+    """The epoch, which ends the name then, is a gauge of its own: a series for each would never end."""
+    before = group(lane(counters(4)), state="left")
+    after = msgspec.structs.replace(group(lane(counters(3)), name="tp:0@1", created_ns=100), epoch=1)
+    reading = sums.update(search(found(before, after)))
+    assert {key: of.calls for key, of in reading.counts.items()} == {KEY: 7}
+    assert (reading.usable, reading.epoch) == ({Member("0", "tp:0"): True}, {Member("0", "tp:0"): 1})
 
 
 def test_records_are_read_only_where_errors_were_counted() -> None:

@@ -79,8 +79,12 @@ def ask(
             try:
                 _check_time(end, within_s)
                 question = closing.enter_context(_Question(own, process, most))
-                question.look()
-                asked[rank] = question
+                text = question.look()
+                if text is None:
+                    asked[rank] = question
+                else:
+                    texts[rank] = text
+                    question.close()
             except (_NoAnswerError, OSError, CapabilityError) as error:
                 texts[rank] = _reason(process, error)
         while asked:

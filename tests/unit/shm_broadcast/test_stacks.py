@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shm_broadcast import _core
+from shm_broadcast.stacks import asking
 from shm_broadcast.stacks.asking import TEXT_BYTES, WITHIN_S, ask
 from shm_broadcast.stacks.offered import DEFAULT_SIGNAL, HEADER_BYTES, NBYTES, handles
 from tests.asked import HANGS, hanging, identity_of, said_by, written_by
@@ -39,6 +40,22 @@ def test_the_text_names_the_function_that_hangs(where: str) -> None:
     assert "most recent call first" in lines[0], lines
     # A regular expression is matched by functions of its own.
     assert any(line.endswith(" in hangs_here") for line in lines[1:4]), lines
+
+
+@pytest.mark.guarantee("S12")
+def test_an_answer_that_comes_at_once_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process writes its stacks before the first look at its memory: they are in the text once."""
+    send = asking._Question._send_signal
+
+    def send_and_wait(question: asking._Question) -> None:
+        before = question._position()
+        send(question)
+        wait_until(lambda: question._position() > before and not question._is_writing(), "the stacks")
+
+    monkeypatch.setattr(asking._Question, "_send_signal", send_and_wait)
+    with hanging(HANGS["sleep"]) as process:
+        text = ask({7: identity_of(process.pid)}, within_s=30)[7]
+    assert text.count("most recent call first") == text.count(" in hangs_here\n") == 1
 
 
 @pytest.mark.guarantee("S12")

@@ -119,7 +119,7 @@ def test_a_process_whose_name_was_cut_within_a_character_answers() -> None:
 @pytest.mark.parametrize("thread", ["str(os.getppid())", "'9' * 200"])
 def test_a_thread_of_another_process_is_not_signalled(thread: str) -> None:
     """The memory names a thread that is another process by now, or cannot be: only the main thread answers."""
-    code = f"os.pwrite(place, ({thread}).encode(), 0)\n"
+    code = f"os.pwrite(place, ({thread}).encode().ljust({HEADER_BYTES}), 0)\n"
     find = (
         "place = next(int(name) for name in os.listdir('/proc/self/fd')[:-1]"
         " if 'stacks' in os.readlink(f'/proc/self/fd/{name}'))\n"

@@ -19,12 +19,14 @@ import pytest
 
 from benchmarks.engine_server import ask, serve
 from benchmarks.process_tree import process_tree, title_of
+from coordinator.diagnosis.dump import decode_dump
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
 # The groups that vLLM makes in each worker: of all, tensor, pipeline, data, and context (decode and prefill) parallel.
-GROUPS = ("world:0", "tp:0", "pp:0", "dp:0", "dcp:0", "pcp:0")
+# With two tensor-parallel workers these have both, or each worker alone; of the latter `top` shows those with calls.
+BOTH, ALONE = ("world:0", "tp:0"), ("pp:0", "dp:0", "dcp:0", "pcp:0")
 # What a rank that serves may be seen in; "torn" if the kernel took its core while it wrote its row.
 SERVING = {"computing", "waiting", "elsewhere", "idle", "loading", "running", "sleeping", "blocked", "torn"}
 
@@ -54,9 +56,24 @@ def engine(vllm: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     with serve(vllm, model, "group_coordinator", log) as (address, server):
         titles = {title_of(process.pid): process.pid for process in process_tree(server)}
         core, first, second = (titles[f"VLLM::{each}"] for each in ("EngineCore", "Worker_TP0", "Worker_TP1"))
-        # vLLM makes semaphores in /dev/shm with its first request and keeps them: a test would seem to leave them.
-        ask(address, "the first request")
+        warm_up(address)
         yield Engine(address, core, (first, second))
+
+
+def warm_up(address: str) -> None:
+    """Get the first answer, for which the workers compile code: with busy cores longer than a client waits.
+
+    That also makes semaphores in /dev/shm, which vLLM keeps, and a test would seem to leave behind.
+    """
+
+    def is_answered() -> bool:
+        try:
+            ask(address, "the first request")
+        except TimeoutError:
+            return False
+        return True
+
+    wait_until(is_answered, "the answer to the first request", timeout_s=300)
 
 
 def coordinator(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -115,13 +132,13 @@ def load(address: str) -> Iterator[None]:
 
 
 def test_top_shows_the_groups_and_queues_of_an_engine_that_serves(engine: Engine) -> None:
-    """Each worker has a row for each of its groups, and the scheduler's queue one for each worker."""
+    """Each worker has a row for each group that both are in, and the scheduler's queue one for each worker."""
     with load(engine.address):
         text = top()
         core_only = top("--pid", str(engine.core))
     ours = [row for row in rows(text) if row.pid in engine.workers]
-    assert {(row.group, row.rank, row.pid) for row in ours} == {
-        (group, rank, pid) for group in GROUPS for rank, pid in enumerate(engine.workers)
+    assert {(row.group, row.rank, row.pid) for row in ours if row.group not in ALONE} == {
+        (group, rank, pid) for group in BOTH for rank, pid in enumerate(engine.workers)
     }
     assert {row.state for row in ours} <= SERVING
 
@@ -131,10 +148,24 @@ def test_top_shows_the_groups_and_queues_of_an_engine_that_serves(engine: Engine
         assert [line.removeprefix(steps).split()[:3] for line in lines] == [
             [str(engine.core), "rank", str(rank)] for rank in (0, 1)
         ]
-        assert all(int(line.split()[5].rstrip("kM").partition(".")[0]) > 0 for line in lines), lines
+        assert all(float(line.removeprefix(steps).split()[3].rstrip("kM")) > 0 for line in lines), lines
         for rank in (0, 1):
             (answers,) = queue_lines(look, f"vllm/rank {rank}/0")
             assert answers.split()[2:5] == ["rank", str(rank), str(engine.core)]
+
+
+def test_dump_has_the_pages_of_both_workers_with_all_their_groups(engine: Engine) -> None:
+    """The engine has made six groups in each worker: all are usable, with their members and the worker's place."""
+    done = coordinator("dump", *(word for pid in engine.workers for word in ("--pid", str(pid))))
+    assert done.returncode == 0, done.stderr
+    dump = decode_dump(done.stdout.encode())
+    pages = {each.pid: each.page for each in dump.pages if each.pid in engine.workers}
+    for rank, pid in enumerate(engine.workers):
+        assert (pages[pid].rank, pages[pid].world_size) == (rank, 2)
+        assert {group.name: (group.state, group.ranks, group.place) for group in pages[pid].groups} == {
+            **dict.fromkeys(BOTH, ("usable", (0, 1), rank)),
+            **dict.fromkeys(ALONE, ("usable", (rank,), 0)),
+        }
 
 
 def test_top_tells_an_idle_engine_from_one_that_works(engine: Engine) -> None:
@@ -172,7 +203,7 @@ def test_blame_names_a_stopped_worker(engine: Engine, rank: int) -> None:
         client.start()
         wait_until(is_blamed, "blame to see that a worker waits", timeout_s=30)
         said = coordinator("blame", "--live", "--pid", str(victim))
-        seen = rows(top())
+        look = top()
     finally:
         os.kill(victim, signal.SIGCONT)
         client.join()
@@ -187,7 +218,10 @@ def test_blame_names_a_stopped_worker(engine: Engine, rank: int) -> None:
     assert f"rank {rank} (pid {victim} on " in said.stdout
     call = f"{finding['call']} #{finding['number']}"
     assert f"rank {1 - rank} waits in {call} on 'tp:0' (shared) for rank {rank}" in said.stdout
+    seen = rows(look)
     assert {row.state for row in seen if row.pid == victim} == {"stopped"}
     (waiting,) = [row for row in seen if row.pid == other and row.state == "waiting"]
     assert waiting.rest.startswith(f"{call} "), waiting
     assert f" s {rank} " in waiting.rest
+    step = queue_lines(look, f"vllm/pid {engine.core}/0")[rank]
+    assert step.endswith("nobody, reader is behind")

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m coordinator",
-        description="Parallel groups for LLM serving: inspect this installation, verify it, and try it out.",
+        description="Parallel groups for LLM serving: verify this installation, try it, and see what ranks do.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser("info", help="show versions, devices, libraries and the chosen algorithms")

@@ -29,6 +29,7 @@ from coordinator.errors import (
 from coordinator.graph_capture import GraphCaptureContext
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups, current_groups
+from coordinator.joining import join_distributed_environment
 from coordinator.layout import ParallelLayout
 from coordinator.parallel_state import (
     cleanup_dist_env_and_memory,
@@ -79,8 +80,8 @@ __all__ = [
     "DecodeError",
     "DeviceCommunicator",
     "DisagreementError",
-    "ExcludedError",
     "DispatchForm",
+    "ExcludedError",
     "ExpertPlacement",
     "ExternalWriter",
     "GraphCaptureContext",
@@ -120,6 +121,7 @@ __all__ = [
     "graph_capture",
     "init_distributed_environment",
     "initialize_model_parallel",
+    "join_distributed_environment",
     "maybe_get_current_groups",
     "model_parallel_is_initialized",
     "premul_sum",

@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.timings import StartUpReport
 from coordinator.bootstrap.world import World
+from coordinator.elastic import joiners
 from coordinator.elastic.layouts import LayoutRule, drop_replicas
-from coordinator.elastic.rebuilding import Change, rebuild
+from coordinator.elastic.part import Change, Recipe
+from coordinator.elastic.rebuilding import Membership, Plan, prepare, rebuild
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group import GroupCoordinator
 from coordinator.layout import Dimension, ParallelLayout, RankLists
@@ -342,45 +344,103 @@ class ParallelGroups:
             UsageError: The members of this world cannot change; see `init_distributed_environment(elastic=True)`.
             NativeError: The store is gone.
         """
-        parts = self.world._parts  # noqa: SLF001 - ours
-        if parts.world is None:
-            raise UsageError("fake groups cannot be rebuilt")
         groups, change = rebuild(
-            self,
-            parts.world,
-            parts.processes,
-            self.world.settings,
+            self._membership(),
             layout,
             progress,
             min_members,
             timeout_s,
-            self._create_again,
+            self.create_like,
+            self.destroy_everything,
         )
         return dataclasses.replace(groups, change=change)
 
-    def _create_again(self, own: World, layout: ParallelLayout, create_timeout_s: float) -> Self:
-        """Create groups like these in a world of their own. Collective over that world."""
+    def prepare(
+        self, *, leave: Collection[int] = (), join: int = 0, progress: int = 0, timeout_s: float = 30.0
+    ) -> Plan[Self]:
+        """Agree on a planned change and create its groups, while these serve. Collective over the world.
+
+        *Blocks* until all have called it and `join` processes wait in `join_distributed_environment`; another thread
+        may use these groups meanwhile. `Plan.commit` then takes no longer than an agreement.
+
+        Args:
+            leave: Ranks that leave; whole replicas of the model. Equal on all ranks.
+            join: How many processes join; they form whole replicas behind the others. Equal on all ranks: let one rank
+                ask `pending_members` and send the others what it has found.
+            progress: See `rebuild`.
+            timeout_s: See `rebuild`.
+
+        Raises:
+            UsageError: It is no change, or the members of this world cannot change. Nothing is sent.
+            DisagreementError: A rank could not go on, with the reason, or could not create its groups. All raise it.
+            CommTimeoutError: Ranks did not come, too few wait to join, or a member has ended.
+            NativeError: The store is gone.
+        """
+        return prepare(
+            self._membership(), progress, leave, join, timeout_s, self.create_like, self.destroy_everything
+        )
+
+    def pending_members(self, *, timeout_s: float = 30.0) -> int:
+        """Return how many processes wait in `join_distributed_environment`. Not collective; asks the store.
+
+        Raises:
+            UsageError: The members of this world cannot change.
+            CommTimeoutError: The store does not answer within `timeout_s`.
+            NativeError: The store is gone.
+        """
+        line = self._membership().world.line()
+        return len(joiners.pending(line.store, "pending_members", timeout_s))
+
+    def _membership(self) -> Membership:
+        parts = self.world._parts  # noqa: SLF001 - ours
+        if parts.world is None:
+            raise UsageError("the members of fake groups cannot change")
+        recipe = Recipe(
+            self.layout,
+            tuple(name for name in EXTRA_GROUPS if getattr(self, name) is not None),
+            has_queues=self.world.mq_broadcaster is not None,
+            has_token_group=self.ep.token_group is not None,
+            backend=self.world.torch_distributed_backend,
+        )
+        return Membership(parts.world, parts.processes, self.world.settings, recipe)
+
+    def create_like(
+        self, own: World, recipe: Recipe, layout: ParallelLayout, create_timeout_s: float
+    ) -> Self:
+        """Create the groups of the next epoch in a world of their own; internal."""
+        return self.create_in(
+            own, recipe, layout, self.world.settings, self.world.local_rank, create_timeout_s
+        )
+
+    @classmethod
+    def create_in(
+        cls,
+        own: World,
+        recipe: Recipe,
+        layout: ParallelLayout,
+        settings: CoordinatorSettings,
+        local_rank: int,
+        create_timeout_s: float,
+    ) -> Self:
+        """Create groups in a world of their own; internal. Collective over that world."""
         names: list[Dimension | ExtraGroup] = [*DIMENSIONS]
-        names += [name for name in EXTRA_GROUPS if getattr(self, name) is not None]
-        settings = msgspec.structs.replace(
-            self.world.settings, create_timeout_s=min(create_timeout_s, self.world.settings.create_timeout_s)
+        names += [name for name in EXTRA_GROUPS if name in recipe.extra_groups]
+        brief = msgspec.structs.replace(
+            settings, create_timeout_s=min(create_timeout_s, settings.create_timeout_s)
         )
-        like = self.world
-        groups = _create_groups(
-            layout, names, settings, {}, None, like.local_rank, like.torch_distributed_backend, own
-        )
+        groups = _create_groups(layout, names, brief, {}, None, local_rank, recipe.backend, own)
         try:
             for group in groups.values():
-                group.settings = like.settings
-            if like.mq_broadcaster is not None:
+                group.settings = settings
+            if recipe.has_queues:
                 groups["world"].enable_broadcaster()
                 groups["tp"].enable_broadcaster()
-            record = type(self)(layout=layout, owns_world=True, **cast("dict[str, Any]", groups))
+            record = cls(layout=layout, owns_world=True, **cast("dict[str, Any]", groups))
         except BaseException:
             destroy_together(list(reversed(groups.values())))
             raise
         record.world._parts.after.append(own.leave)  # noqa: SLF001 - ours
-        if self.ep.token_group is not None:
+        if recipe.has_token_group:
             record.ep.token_group = record.dp if layout.data > 1 else record.cp
         return record
 

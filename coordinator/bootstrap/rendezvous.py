@@ -186,6 +186,21 @@ def _join_rendezvous(
     return _meet_at_rank_0(*endpoint, rank, world_size, settings)
 
 
+def join_later(init_method: str) -> tuple[dist.Store, Callable[[], None]]:
+    """Return the store of the run that goes on at `file:///DIRECTORY`, and what leaves it.
+
+    Raises:
+        UsageError: It is no such URL, or no run goes on there.
+    """
+    path = _path_of(urlsplit(init_method))
+    if path is None:
+        raise UsageError(f"store is {init_method!r}, but must be a store or file:///DIRECTORY")
+    rendezvous = DirectoryRendezvous(path, -1, 0)
+    store = rendezvous.join_later()
+    # A process that has joined leaves when all others have, or before.
+    return store, rendezvous.leave
+
+
 def _ends_with_rank_0(init_method: str) -> UsageError:
     return UsageError(
         f"elastic=True needs a store that outlives every rank, and with {init_method} rank 0 serves it: use torchrun, "

@@ -90,6 +90,25 @@ class DirectoryRendezvous:
             self._store = self._open(self._generation)
         return self._store
 
+    def join_later(self) -> dist.Store:
+        """Return the store of the run that goes on there, as a process that is none of its first ranks.
+
+        The last process to leave removes the run's directory, and this one counts too.
+
+        Raises:
+            UsageError: No run goes on there.
+        """
+        self._directory = self._choose_directory()
+        generation = self._follow()
+        owner = None if generation is None else _read_owner(generation)
+        if generation is None or owner is None:
+            raise UsageError(f"no run that could be joined goes on in {self._directory}")
+        # Of those that leave, the last one is number `world_size` of the first ranks, with one more for this process.
+        self._world_size = owner.world_size
+        self._generation, self._store = generation, self._open(generation)
+        self._store.add("left", -1)
+        return self._store
+
     def _open(self, generation: Path) -> dist.Store:
         """Open the store through this process's own link.
 

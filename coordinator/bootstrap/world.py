@@ -101,8 +101,14 @@ class World:
                 "this world ends with rank 0, which serves its store: call init_distributed_environment with "
                 "elastic=True and a store outside of the ranks"
             )
-        store = dist.PrefixStore("group_coordinator/elastic", self.store)
+        # torch puts a prefix of its own before the keys of the store that it was given.
+        given = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
+        store = dist.PrefixStore("group_coordinator/elastic", given)
         return Line(store, self.rank, 0, tuple(range(self.size)))
+
+    def show(self) -> None:
+        """Show this process's rank in the status page, once the epoch of this world has begun."""
+        own_page().change_rank(self.rank, self.size)
 
     def processes(self) -> Mapping[int, ProcessIdentity]:
         """Return the ranks' processes as far as they are known, by rank."""

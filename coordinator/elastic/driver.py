@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
@@ -14,22 +14,17 @@ from coordinator.elastic import protocol
 from coordinator.elastic.protocol import (
     Build,
     Choose,
-    Complete,
     Dead,
     Discard,
-    Excluded,
     Get,
     Judge,
-    Late,
     Pause,
     Put,
-    Refused,
+    Steps,
     Swap,
     TearDown,
-    agree_on_members,
 )
 from shm_broadcast.errors import CommError, CommTimeoutError, InternalError, NativeError
-from shm_broadcast.liveness import PeerWatch
 
 __all__ = ["Actions", "Deadlines", "Driver"]
 
@@ -45,8 +40,11 @@ _TELL_S: Final = 0.15
 class Actions(Protocol):
     """What the agreement has this rank do besides asking the store."""
 
-    def choose(self, alive: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the members that go on, in the order of their new ranks; a pure function."""
+    def dead(self) -> frozenset[int]:
+        """Return the members whose processes have provably ended."""
+
+    def choose(self, alive: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the next members, in the order of their new ranks; None if too few wait to join."""
 
     def judge(self, number: int, members: tuple[int, ...], notes: Mapping[int, str]) -> str:
         """Return why this rank cannot go on with these members, or an empty text."""
@@ -54,7 +52,7 @@ class Actions(Protocol):
     def tear_down(self) -> None:
         """Destroy the groups of the last epoch. Idempotent."""
 
-    def build(self, number: int, members: tuple[int, ...], notes: Mapping[int, str]) -> None:
+    def build(self, number: int, members: tuple[int, ...]) -> None:
         """Create the groups of these members. Raises `CommError` if that fails."""
 
     def discard(self) -> None:
@@ -81,33 +79,30 @@ class Driver:
     """This rank's part in one agreement."""
 
     def __init__(
-        self, store: dist.Store, me: int, watch: PeerWatch, actions: Actions, deadlines: Deadlines, where: str
+        self, store: dist.Store, me: int, actions: Actions, deadlines: Deadlines, where: str
     ) -> None:
         """Ask nothing yet.
 
         Args:
             store: Whose keys are used by the agreements of one line of epochs only.
             me: This member.
-            watch: The processes of the members of the last epoch, by member.
             actions: What else is to be done.
             deadlines: Equal on all ranks.
             where: Begins the texts of errors.
         """
         self._store = store
         self._me = me
-        self._watch = watch
         self._actions = actions
         self._deadlines = deadlines
         self._where = where
         self._began = time.monotonic()
-        # When this rank first paused in each step of each attempt, and the notes of the members of an attempt.
+        # When this rank first paused in each step of each attempt.
         self._since: dict[tuple[int, str], float] = {}
-        self._notes: Mapping[int, str] = {}
         # The last attempt in which the others wait for this rank.
         self._number = 0
 
-    def run(self, epoch: int, members: Sequence[int], note: str) -> Complete | Excluded | Refused | Late:
-        """Return how the agreement ends for this rank.
+    def run(self, steps: Steps) -> Any:
+        """Go through one of the programs of `protocol`; return what it returns.
 
         Whatever interrupts it, the others are told, and go on without this rank.
 
@@ -115,15 +110,13 @@ class Driver:
             CommTimeoutError: The store does not answer.
             NativeError: The store is gone.
         """
-        steps = agree_on_members(self._me, epoch, members, note)
         answer: Any = None
         try:
             while True:
                 try:
                     wants = steps.send(answer)
                 except StopIteration as stop:
-                    end: Complete | Excluded | Refused | Late = stop.value
-                    return end
+                    return stop.value
                 answer = self._do(wants)
         except BaseException as error:
             self._withdraw(error)
@@ -133,13 +126,13 @@ class Driver:
         if isinstance(wants, (Put, Get, Swap)):
             return self._ask(wants)
         if isinstance(wants, Dead):
-            return frozenset(self._watch.lost())
+            return self._actions.dead()
         if isinstance(wants, Pause):
             return self._pause(wants)
         if isinstance(wants, Choose):
             return self._actions.choose(wants.alive)
         if isinstance(wants, Judge):
-            self._number, self._notes = wants.number, wants.presences
+            self._number = wants.number
             return self._actions.judge(wants.number, wants.members, wants.presences)
         if isinstance(wants, TearDown):
             return self._actions.tear_down()
@@ -151,7 +144,7 @@ class Driver:
 
     def _build(self, wants: Build) -> str:
         try:
-            self._actions.build(wants.number, wants.members, self._notes)
+            self._actions.build(wants.number, wants.members)
         except CommError as error:
             return str(error) or type(error).__name__
         return ""
@@ -175,7 +168,7 @@ class Driver:
         waited = now - since
         time.sleep(min(max(waited * _PART_OF_WAIT, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
         limits = self._deadlines
-        if wants.step == "members":
+        if wants.step in ("members", "invited"):
             if now - self._began >= limits.all_s:
                 return 2
             return 1 if waited >= limits.silent_s else 0

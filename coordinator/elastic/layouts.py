@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 from coordinator.layout import ParallelLayout
 from shm_broadcast.errors import UsageError
 
-__all__ = ["LayoutRule", "Placement", "drop_replicas"]
+__all__ = ["LayoutRule", "Placement", "drop_replicas", "grown"]
 
 
 class Placement(NamedTuple):
@@ -59,3 +59,23 @@ def drop_replicas(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
     expert = layout.expert if layout.expert is None or stage % layout.expert == 0 else None
     kept = tuple(sorted(rank for replica in whole for rank in replica))
     return Placement(dataclasses.replace(layout, data=data, shard=shard, expert=expert), kept)
+
+
+def grown(layout: ParallelLayout, joined: int) -> ParallelLayout:
+    """Return the layout with replicas more that `joined` new ranks form, behind the others.
+
+    Raises:
+        UsageError: They are no whole number of replicas, or there are independent sets of replicas.
+    """
+    if not joined:
+        return layout
+    replica = layout.size("replica")
+    if joined % replica or layout.external_data > 1:
+        raise UsageError(
+            f"{joined} new ranks form no whole replicas of {replica} ranks behind the others of {layout}"
+        )
+    data = layout.data + joined // replica
+    shard = layout.shard if data % layout.shard == 0 else data
+    stage = data * layout.context * layout.tensor
+    expert = layout.expert if layout.expert is None or stage % layout.expert == 0 else None
+    return dataclasses.replace(layout, data=data, shard=shard, expert=expert)

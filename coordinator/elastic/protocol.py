@@ -25,12 +25,18 @@ __all__ = [
     "Late",
     "Operation",
     "Pause",
+    "Prepared",
     "Presence",
     "Put",
     "Refused",
+    "Steps",
     "Swap",
     "TearDown",
+    "abort",
     "agree_on_members",
+    "await_decision",
+    "commit",
+    "join",
 ]
 
 OK: Final = "ok"
@@ -38,6 +44,10 @@ OK: Final = "ok"
 
 LOST: Final = "lost "
 """Begins the reason of a step that ended because members are gone or silent: the next attempt goes on without them."""
+
+
+LATE: Final = "late "
+"""Begins the reason of a planned change for which too few came; the members that did not come follow as JSON."""
 
 
 class Put(msgspec.Struct, frozen=True):
@@ -65,7 +75,10 @@ class Dead(msgspec.Struct, frozen=True):
 
 
 class Choose(msgspec.Struct, frozen=True):
-    """Return which of the members that are alive go on, in the order of their new ranks."""
+    """Return who is a member next, in the order of the new ranks: of those that are alive, and of those that join.
+
+    None as long as too few wait to join.
+    """
 
     alive: tuple[int, ...]
 
@@ -81,7 +94,10 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class Judge(msgspec.Struct, frozen=True):
-    """Return why this member cannot go on with these members, or an empty text. Nothing has changed yet."""
+    """Return why this voter cannot go on with these members, or an empty text. Nothing has changed yet.
+
+    `presences` has the notes of all voters.
+    """
 
     number: int
     members: tuple[int, ...]
@@ -132,6 +148,18 @@ class Complete(msgspec.Struct, frozen=True):
     last: tuple[int, tuple[int, ...]]
 
 
+class Prepared(msgspec.Struct, frozen=True):
+    """All members of a planned change have their groups; the groups of the last epoch serve until it is decided.
+
+    Attributes:
+        number: The epoch.
+        members: In the order of their ranks. A member that leaves is none of them.
+    """
+
+    number: int
+    members: tuple[int, ...]
+
+
 class Excluded(msgspec.Struct, frozen=True):
     """The others go on without this member: it came too late, or has no place in their layout."""
 
@@ -147,21 +175,39 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Late(msgspec.Struct, frozen=True):
-    """Too few members have come in time."""
+    """Too few members have come in time, or too few to join."""
 
     number: int
     missing: tuple[int, ...]
 
 
-End: TypeAlias = Complete | Excluded | Refused | Late
+End: TypeAlias = Complete | Prepared | Excluded | Refused | Late
 
 Steps: TypeAlias = Generator[Operation, Any, Any]
 
+
+class _Decided(msgspec.Struct, frozen=True):
+    """The value of `members`.
+
+    Attributes:
+        members: Who they are, in the order of their ranks.
+        voters: Who confirms that: the members, and those that leave in a planned change.
+        is_planned: Whether it is one.
+    """
+
+    members: tuple[int, ...]
+    voters: tuple[int, ...]
+    is_planned: bool
+
+
 _presence_decoder: Final = msgspec.json.Decoder(Presence)
-_members_decoder: Final = msgspec.json.Decoder(tuple[int, ...])
+_decided_decoder: Final = msgspec.json.Decoder(_Decided)
+_late_decoder: Final = msgspec.json.Decoder(tuple[int, ...])
 
 
-def agree_on_members(me: int, epoch: int, members: Sequence[int], note: str = "") -> Steps:
+def agree_on_members(
+    me: int, epoch: int, members: Sequence[int], note: str = "", *, is_planned: bool = False
+) -> Steps:
     """Go through attempts until one is complete, refused, goes on without this member, or too few members come.
 
     Args:
@@ -169,6 +215,8 @@ def agree_on_members(me: int, epoch: int, members: Sequence[int], note: str = ""
         epoch: The last epoch that this member knows to be complete.
         members: Its members, who decide on the next one.
         note: What the other members are to know of this one.
+        is_planned: Whether all members are there, and the groups of the last epoch serve until the change is decided.
+            A planned change has one attempt.
 
     Returns:
         An `End`.
@@ -177,50 +225,115 @@ def agree_on_members(me: int, epoch: int, members: Sequence[int], note: str = ""
     number = epoch
     while True:
         number += 1
-        known = yield Get(_keys(number, "members", "go", "result"))
-        go, result = known.get(_key(number, "go")), known.get(_key(number, "result"))
-        if go not in (None, OK) or result not in (None, OK):
-            continue  # the attempt has failed
-        if result == OK and me in _members(known[_key(number, "members")]):
-            # This member was interrupted when all was done: the others know it as one of theirs.
-            last, electorate = number, _members(known[_key(number, "members")])
+        state = yield from _state_of(number)
+        if state == "failed":
             continue
-        end = yield from _attempt(me, number, electorate, note)
+        if isinstance(state, _Decided) and me in state.members:
+            # This member was interrupted when all was done: the others know it as one of theirs.
+            last, electorate = number, state.members
+            continue
+        decided = yield from _decide(me, number, electorate, note, is_planned=is_planned)
+        if isinstance(decided, (Late, Refused)):
+            return decided
+        if me not in decided.voters:
+            return Excluded(number, decided.members)
+        end = yield from _take_part(me, number, decided)
         if isinstance(end, Complete):
             return msgspec.structs.replace(end, last=(last, electorate))
         if end is not None:
             return end
 
 
-def _attempt(me: int, number: int, electorate: tuple[int, ...], note: str) -> Steps:
-    """Return the end of one attempt; None if the next one is to follow."""
-    decided = yield from _decide(me, number, electorate, note)
-    if isinstance(decided, Late):
-        return decided
-    if me not in decided:
-        return Excluded(number, decided)
-    presences = yield Get(tuple(_key(number, "present", member) for member in decided))
-    notes = {
-        member: _presence_decoder.decode(presences[_key(number, "present", member)]).note
-        for member in decided
-    }
-    refusal = yield Judge(number, decided, notes)
+def join(me: int, note: str) -> Steps:
+    """Wait until a planned change has a place for this process, and take part in it; see `agree_on_members`.
+
+    Returns:
+        `Prepared`; `Refused` if a member could not go on; `Late` if nobody has invited it in time.
+    """
+    yield Put(f"joining/{me}", msgspec.json.encode(Presence((), note)).decode())
+    while True:
+        found = yield Get((f"invited/{me}",))
+        if found:
+            number = int(found[f"invited/{me}"])
+            decided = yield Get((_key(number, "members"),))
+            return (
+                yield from _take_part(me, number, _decided_decoder.decode(decided[_key(number, "members")]))
+            )
+        if (yield Pause(0, "invited")) == 2:
+            return Late(0, ())
+
+
+def commit(me: int, number: int, members: tuple[int, ...]) -> Steps:
+    """Return the decision on a prepared change, once all of its members have committed: `OK`, or why it is given up."""
+    yield Put(_key(number, "commit", me), OK)
+    return (yield from _gather(number, "commit", "decision", members))
+
+
+def await_decision(number: int) -> Steps:
+    """Return the decision on a prepared change that this member leaves; it has no part in it."""
+    while True:
+        found = yield Get((_key(number, "decision"),))
+        if found:
+            return found[_key(number, "decision")]
+        if (yield Pause(number, "decision")) == 2:
+            return (yield Swap(_key(number, "decision"), f"{LOST}nobody has decided"))
+
+
+def abort(number: int, reason: str) -> Steps:
+    """Give a prepared change up, unless it is decided; return the decision."""
+    return (yield Swap(_key(number, "decision"), reason))
+
+
+def _state_of(number: int) -> Steps:
+    """Return "failed", "open", or what was decided in an attempt that is complete. A prepared change is given up."""
+    names = ("members", "go", "result", "decision")
+    known = yield Get(tuple(_key(number, name) for name in names))
+    go, result, decision = (known.get(_key(number, name)) for name in names[1:])
+    if result == OK:
+        decided = _decided_decoder.decode(known[_key(number, "members")])
+        if decided.is_planned and decision is None:
+            decision = yield Swap(_key(number, "decision"), "the members have changed otherwise")
+        return decided if not decided.is_planned or decision == OK else "failed"
+    return "open" if go in (None, OK) and result is None and decision is None else "failed"
+
+
+def _take_part(me: int, number: int, decided: _Decided) -> Steps:
+    """Return the end of an attempt for one of its voters; None if the next attempt is to follow."""
+    members, is_planned = decided.members, decided.is_planned
+    refusal = yield Judge(number, members, (yield from _notes(number, decided.voters)))
     yield Put(_key(number, "confirm", me), refusal or OK)
-    go = yield from _gather(number, "confirm", "go", decided)
+    go = yield from _gather(number, "confirm", "go", decided.voters)
     if go != OK:
-        return None if go.startswith(LOST) else Refused(number, go)
-    yield TearDown()
-    failure = yield Build(number, decided)
-    yield Put(_key(number, "made", me), LOST + failure if failure else OK)
-    result = yield from _gather(number, "made", "result", decided)
+        return None if go.startswith(LOST) and not is_planned else _given_up(number, go)
+    if not is_planned:
+        yield TearDown()
+    if me in members:
+        failure = yield Build(number, members)
+        yield Put(_key(number, "made", me), LOST + failure if failure else OK)
+    result = yield from _gather(number, "made", "result", members)
     if result != OK:
         yield Discard()
-        return None
-    return Complete(number, decided, (number, decided))
+        return Refused(number, result) if is_planned else None
+    return Prepared(number, members) if is_planned else Complete(number, members, (number, members))
 
 
-def _decide(me: int, number: int, electorate: tuple[int, ...], note: str) -> Steps:
-    """Return the members that the first who could decide has chosen, or `Late`."""
+def _notes(number: int, members: tuple[int, ...]) -> Steps:
+    """Return the notes of voters, those that join included; and let these know where they are expected."""
+    found = yield Get(
+        tuple(key for each in members for key in (_key(number, "present", each), f"joining/{each}"))
+    )
+    notes = {}
+    for member in members:
+        present = found.get(_key(number, "present", member))
+        if present is None:
+            present = found[f"joining/{member}"]
+            yield Put(f"invited/{member}", str(number))
+        notes[member] = _presence_decoder.decode(present).note
+    return notes
+
+
+def _decide(me: int, number: int, electorate: tuple[int, ...], note: str, *, is_planned: bool) -> Steps:
+    """Return what the first who could decide has chosen; `Late` or `Refused` if there will be no decision."""
     told: frozenset[int] | None = None
     waited = 0
     while True:
@@ -230,22 +343,40 @@ def _decide(me: int, number: int, electorate: tuple[int, ...], note: str) -> Ste
             yield Put(_key(number, "present", me), msgspec.json.encode(presence).decode())
             told = dead
         keys = {member: _key(number, "present", member) for member in electorate}
-        found = yield Get((_key(number, "members"), *keys.values()))
+        found = yield Get((_key(number, "members"), _key(number, "go"), *keys.values()))
         if _key(number, "members") in found:
-            return _members(found[_key(number, "members")])
+            return _decided_decoder.decode(found[_key(number, "members")])
+        if _key(number, "go") in found:
+            return _given_up(number, found[_key(number, "go")])
         present = {
             member: _presence_decoder.decode(found[key]) for member, key in keys.items() if key in found
         }
         ended = dead.union(*(each.dead for each in present.values()))
         alive = tuple(member for member in present if member not in ended)
-        silent = [member for member in electorate if member not in present and member not in ended]
-        if not silent or (waited and is_majority(alive, electorate)):
+        silent = tuple(member for member in electorate if member not in present and member not in ended)
+        is_enough = not silent or (waited > 0 and is_majority(alive, electorate))
+        gone = tuple(sorted(ended.intersection(electorate))) if is_planned else ()
+        if is_enough and not (is_planned and (silent or gone)):
             chosen = yield Choose(alive)
-            value = yield Swap(_key(number, "members"), msgspec.json.encode(chosen).decode())
-            return _members(value)
+            if chosen is not None:
+                leave = (member for member in electorate if is_planned and member not in chosen)
+                decided = _Decided(chosen, (*chosen, *leave), is_planned)
+                value = yield Swap(_key(number, "members"), msgspec.json.encode(decided).decode())
+                return _decided_decoder.decode(value)
+        if gone or (waited == 2 and is_planned):
+            # It is over for all: the next planned change is an attempt of its own.
+            reason = LATE + msgspec.json.encode(gone or silent).decode()
+            return _given_up(number, (yield Swap(_key(number, "go"), reason)))
         if waited == 2:
-            return Late(number, tuple(silent))
+            return Late(number, silent)
         waited = max(waited, (yield Pause(number, "members")))
+
+
+def _given_up(number: int, reason: str) -> Late | Refused:
+    """Return the end of a planned change that was given up before it was prepared."""
+    if not reason.startswith(LATE):
+        return Refused(number, reason)
+    return Late(number, _late_decoder.decode(reason.removeprefix(LATE)))
 
 
 def is_majority(alive: Sequence[int], electorate: Sequence[int]) -> bool:
@@ -276,14 +407,6 @@ def _gather(number: int, what: str, outcome: str, members: tuple[int, ...]) -> S
 
 def _key(number: int, name: str, member: int | None = None) -> str:
     return f"{number}/{name}" if member is None else f"{number}/{name}/{member}"
-
-
-def _keys(number: int, *names: str) -> tuple[str, ...]:
-    return tuple(_key(number, name) for name in names)
-
-
-def _members(value: str) -> tuple[int, ...]:
-    return _members_decoder.decode(value)
 
 
 def _listed(members: Iterable[int]) -> str:

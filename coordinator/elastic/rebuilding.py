@@ -1,226 +1,280 @@
-"""`ParallelGroups.rebuild`: create the groups again, on the ranks that are left."""
+"""Rebuilding, planned changes and joining: the agreements, and the errors in which they end."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from typing import Final, Generic, Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing
+from typing import Generic, Literal
 
 import msgspec
-import torch.distributed as dist
 
-from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.world import Line, World
+from coordinator.elastic import joiners, protocol
 from coordinator.elastic.driver import Deadlines, Driver
-from coordinator.elastic.layouts import LayoutRule, Placement
-from coordinator.elastic.protocol import Complete, Excluded, Refused
+from coordinator.elastic.layouts import LayoutRule, drop_replicas
+from coordinator.elastic.part import Change, Groups, Note, Part, Recipe, settings_facts
+from coordinator.elastic.protocol import Complete, Excluded, Prepared, Refused
 from coordinator.layout import ParallelLayout
-from coordinator.settings import CoordinatorSettings, differences
-from shm_broadcast.errors import CommTimeoutError, DisagreementError, ExcludedError, InternalError, UsageError
+from coordinator.settings import CoordinatorSettings
+from shm_broadcast.errors import CommTimeoutError, DisagreementError, ExcludedError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
 
-__all__ = ["Change", "rebuild"]
+__all__ = ["Create", "Membership", "Plan", "PlanStatus", "join_members", "prepare", "rebuild"]
+
+Create = Callable[[World, Recipe, ParallelLayout, float], Groups]
+"""Creates all groups of a layout in a world, as a recipe says, within some seconds."""
+
+Phase = Literal["prepared", "committed", "aborted"]
 
 
-class Change(msgspec.Struct, frozen=True):
-    """What has changed with an epoch.
-
-    Attributes:
-        epoch: How often the members have changed, counting attempts that failed.
-        lost: Old ranks that are gone, ascending: those whose process ended, and those that did not come.
-        joined: New ranks of members that were none before, ascending.
-        old_to_new: The new rank of each old rank that goes on.
-        progress: What each new rank has passed as `progress`.
-    """
-
-    epoch: int
-    lost: tuple[int, ...]
-    joined: tuple[int, ...]
-    old_to_new: dict[int, int]
-    progress: tuple[int, ...]
-
-
-class _Note(msgspec.Struct, frozen=True):
-    """What a rank tells the others in an attempt.
+class Membership(msgspec.Struct, frozen=True):
+    """What an agreement must know of this rank and its groups.
 
     Attributes:
-        process: Its process.
-        facts: What must be equal on all ranks.
-        progress: What the caller has passed.
+        world: Their world.
+        processes: The processes of the world's ranks.
+        settings: Those of the groups.
+        recipe: How to create such groups.
     """
 
-    process: ProcessIdentity
-    facts: dict[str, str]
-    progress: int
+    world: World
+    processes: Mapping[int, ProcessIdentity]
+    settings: CoordinatorSettings
+    recipe: Recipe
 
+    def note(self, progress: int, call: str, timeout_s: float) -> Note:
+        """Return what this rank tells the others."""
+        facts = {"layout": str(self.recipe.layout), "call": call, "timeout_s": str(timeout_s)}
+        settings = settings_facts(self.settings)
+        return Note(this_process(), settings, facts, progress, self.world.rank, self.recipe)
 
-_note_decoder: Final = msgspec.json.Decoder(_Note)
-
-
-class Rebuildable(Protocol):
-    """All groups of an epoch: `ParallelGroups`."""
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """Return the layout of the groups."""
-
-    def destroy(self) -> None:
-        """Destroy the groups. Idempotent."""
-
-    def destroy_everything(self) -> None:
-        """Destroy the groups, and the world group also if it is not theirs. Idempotent."""
-
-
-Groups = TypeVar("Groups", bound=Rebuildable)
-
-Create = Callable[[World, ParallelLayout, float], Groups]
-"""Creates all groups of a layout in a world, within some seconds."""
+    def watch(self, line: Line) -> PeerWatch:
+        """Return a watch of the other members' processes, by member."""
+        others = {
+            line.members[rank]: process for rank, process in self.processes.items() if rank != self.world.rank
+        }
+        return PeerWatch(this_process(), others)
 
 
 def rebuild(
-    old: Groups,
-    world: World,
-    processes: Mapping[int, ProcessIdentity],
-    settings: CoordinatorSettings,
+    old: Membership,
     rule: LayoutRule,
     progress: int,
     min_members: int,
     timeout_s: float,
     create: Create[Groups],
+    tear_down: Callable[[], None],
 ) -> tuple[Groups, Change]:
     """Agree with the other ranks on who is left, and create their groups. See `ParallelGroups.rebuild`."""
-    line = world.line()
-    facts = {
-        "layout": str(old.layout),
-        "min_members": str(min_members),
-        "timeout_s": str(timeout_s),
-        **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
-    }
-    note = _Note(this_process(), facts, progress)
-    deadlines = Deadlines(timeout_s)
-
-    def within(own: World, layout: ParallelLayout) -> Groups:
-        return create(own, layout, deadlines.step_s)
-
-    actions = _Actions(old, line, rule, min_members, note, within)
-    where = f"rebuild (rank {world.rank} of epoch {line.epoch})"
-    others = {line.members[rank]: process for rank, process in processes.items() if rank != world.rank}
-    with closing(PeerWatch(note.process, others)) as watch:
-        driver = Driver(line.store, line.me, watch, actions, deadlines, where)
-        end = driver.run(line.epoch, line.members, msgspec.json.encode(note).decode())
-        if isinstance(end, Complete):
-            return actions.made(), actions.change(end)
-        if isinstance(end, Excluded):
-            raise ExcludedError(
-                f"{where}: the others go on without this rank, as members {list(end.members)} of epoch {end.number}"
-            )
-        if isinstance(end, Refused):
-            raise DisagreementError(f"{where}: {end.reason}")
-        ranks = tuple(line.members.index(member) for member in end.missing)
-        raise CommTimeoutError(
-            f"{where}: rank(s) {', '.join(map(str, ranks))} did not come within {timeout_s:.1f} s, and are not known "
-            "to have ended; without them there is no majority of the last members",
-            missing=ranks,
+    line, deadlines = old.world.line(), Deadlines(timeout_s)
+    note = old.note(progress, f"rebuild with min_members={min_members}", timeout_s)
+    where = f"rebuild (rank {old.world.rank} of epoch {line.epoch})"
+    with closing(old.watch(line)) as watch:
+        part = Part(
+            line,
+            note,
+            watch,
+            lambda own, recipe, layout: create(own, recipe, layout, deadlines.step_s),
+            tear_down,
+            rule=rule,
+            min_members=min_members,
         )
+        with closing(part):
+            driver = Driver(line.store, line.me, part, deadlines, where)
+            end = driver.run(protocol.agree_on_members(line.me, line.epoch, line.members, _text(note)))
+            if isinstance(end, Complete):
+                return part.begin(), part.change(end.number, end.members)
+    raise _failure(end, where, line, timeout_s)
 
 
-class _Actions(Generic[Groups]):
-    """What this rank does for an agreement; see `Actions`."""
+def prepare(
+    old: Membership,
+    progress: int,
+    leave: Collection[int],
+    join: int,
+    timeout_s: float,
+    create: Create[Groups],
+    tear_down: Callable[[], None],
+) -> Plan[Groups]:
+    """Agree on a planned change, and create its groups beside those that serve. See `ParallelGroups.prepare`."""
+    size = old.world.size
+    if not set(leave) <= set(range(size)) or join < 0 or not (leave or join):
+        raise UsageError(f"prepare: leave={tuple(leave)} and join={join} is no change of {size} ranks")
+    line, deadlines = old.world.line(), Deadlines(timeout_s)
+    note = old.note(progress, f"prepare with leave={sorted(leave)}, join={join}", timeout_s)
+    where = f"prepare (rank {old.world.rank} of epoch {line.epoch})"
+    with ExitStack() as held:
+        watch = held.enter_context(closing(old.watch(line)))
+        part = Part(
+            line,
+            note,
+            watch,
+            lambda own, recipe, layout: create(own, recipe, layout, deadlines.step_s),
+            tear_down,
+            rule=drop_replicas,
+            leave=leave,
+            pending=lambda: joiners.pending(line.store, where, timeout_s),
+            joins=join,
+        )
+        held.enter_context(closing(part))
+        driver = Driver(line.store, line.me, part, deadlines, where)
+        end = driver.run(
+            protocol.agree_on_members(line.me, line.epoch, line.members, _text(note), is_planned=True)
+        )
+        if isinstance(end, Prepared):
+            return Plan(part, old, end, timeout_s, held.pop_all())
+    raise _failure(end, where, line, timeout_s)
+
+
+def join_members(
+    line: Line,
+    settings: CoordinatorSettings,
+    timeout_s: float,
+    create: Create[Groups],
+    leave_store: Callable[[], None],
+) -> tuple[Groups, Change]:
+    """Wait for a planned change with a place for this process, and take part. See `join_distributed_environment`."""
+    deadlines = Deadlines(timeout_s)
+    note = Note(this_process(), settings_facts(settings), {}, 0)
+    where = f"join (member {line.me})"
+    with closing(PeerWatch(note.process, {})) as watch:
+        part = Part(
+            line,
+            note,
+            watch,
+            lambda own, recipe, layout: create(own, recipe, layout, deadlines.step_s),
+            _nothing,
+            rule=drop_replicas,
+            leave_store=leave_store,
+        )
+        with closing(part):
+            driver = Driver(line.store, line.me, part, deadlines, where)
+            end = driver.run(protocol.join(line.me, _text(note)))
+            if isinstance(end, Refused):
+                raise DisagreementError(f"{where}: {end.reason}")
+            if not isinstance(end, Prepared):
+                raise CommTimeoutError(f"{where}: nobody has taken it in within {timeout_s:.1f} s")
+            decision = driver.run(protocol.commit(line.me, end.number, end.members))
+            if decision != protocol.OK:
+                part.discard()
+                raise DisagreementError(f"{where}: the change was given up: {decision}")
+            return part.begin(), part.change(end.number, end.members)
+
+
+class PlanStatus(msgspec.Struct, frozen=True):
+    """How far a planned change is.
+
+    Attributes:
+        operation_id: Names the change; equal on all ranks.
+        phase: "prepared", "committed" or "aborted".
+        may_end: Old ranks that no group needs any more, and that may therefore be ended; empty before the commit.
+    """
+
+    operation_id: str
+    phase: Phase
+    may_end: tuple[int, ...]
+
+
+class Plan(Generic[Groups]):
+    """A planned change: the groups of the next epoch are there, and those of the last one serve until it is committed.
+
+    Every rank of the last epoch commits it, or one of them aborts it.
+    """
 
     def __init__(
-        self,
-        old: Groups,
-        line: Line,
-        rule: LayoutRule,
-        min_members: int,
-        note: _Note,
-        create: Callable[[World, ParallelLayout], Groups],
+        self, part: Part[Groups], old: Membership, end: Prepared, timeout_s: float, held: ExitStack
     ) -> None:
+        """Use `ParallelGroups.prepare`. `held` is closed once the change is decided."""
+        self._held = held
+        self._part = part
         self._old = old
-        self._line = line
-        self._rule = rule
-        self._min_members = min_members
-        self._note = note
-        self._create = create
-        self._made: Groups | None = None
-        self._world: World | None = None
-        self._progress: tuple[int, ...] = ()
+        self._end = end
+        self._timeout_s = timeout_s
+        self._phase: Phase = "prepared"
+        change = part.change(end.number, end.members)
+        self._may_end = change.lost
 
-    def _placed(self, members: tuple[int, ...]) -> Placement:
-        ranks = [self._line.members.index(member) for member in members]
-        placed = self._rule(self._old.layout, tuple(sorted(ranks)))
-        layout, kept = placed
-        if not set(kept) <= set(ranks) or len(set(kept)) != len(kept) or layout.world_size != len(kept):
-            raise UsageError(f"the layout rule has chosen ranks {list(kept)} of {sorted(ranks)} for {layout}")
-        return Placement(layout, tuple(kept))
+    @property
+    def change(self) -> Change:
+        """Return what the change changes."""
+        return self._part.change(self._end.number, self._end.members)
 
-    def choose(self, alive: tuple[int, ...]) -> tuple[int, ...]:
-        try:
-            return tuple(self._line.members[rank] for rank in self._placed(alive).ranks)
-        except UsageError:
-            # All of them refuse, with the reason: every rank asks its own rule.
-            return alive
+    def status(self) -> PlanStatus:
+        """Return how far the change is, as this rank knows; asks nobody."""
+        is_over = self._phase == "committed"
+        return PlanStatus(f"epoch-{self._end.number}", self._phase, self._may_end if is_over else ())
 
-    def judge(self, number: int, members: tuple[int, ...], notes: Mapping[int, str]) -> str:
-        del number
-        said = {member: _note_decoder.decode(notes[member]) for member in members}
-        facts = {self._line.members.index(member): note.facts for member, note in said.items()}
-        if any(each != self._note.facts for each in facts.values()):
-            return f"ranks disagree: {'; '.join(differences(facts))}"
-        if len(members) < self._min_members:
-            return f"{len(members)} members are left, min_members is {self._min_members}"
-        ranks = tuple(self._line.members.index(member) for member in members)
-        try:
-            placed = self._placed(members)
-        except UsageError as error:
-            return f"rank {self._line.members.index(self._line.me)} cannot go on with ranks {list(ranks)}: {error}"
-        if placed.ranks != ranks:
-            return (
-                f"the layout rule chooses ranks {list(placed.ranks)} on one rank and {list(ranks)} on another: it must "
-                "be a pure function of the layout and the ranks that are left"
-            )
-        return ""
+    def _run(self, call: str, steps: protocol.Steps) -> str:
+        line = self._old.world.line()
+        where = f"{call} (rank {self._old.world.rank} of epoch {line.epoch})"
+        driver = Driver(line.store, line.me, self._part, Deadlines(self._timeout_s), where)
+        decision: str = driver.run(steps)
+        return decision
 
-    def tear_down(self) -> None:
-        self._old.destroy_everything()
+    def commit(self) -> Groups | None:
+        """Go over to the groups of the next epoch, with all other ranks. Collective over old and new members.
 
-    def build(self, number: int, members: tuple[int, ...], notes: Mapping[int, str]) -> None:
-        said = [_note_decoder.decode(notes[member]) for member in members]
-        line = dataclasses.replace(self._line, epoch=number, members=members)
-        store = dist.PrefixStore(f"epoch/{number}", self._line.store)
-        fork_guard.protect(store)
-        processes = {rank: note.process for rank, note in enumerate(said)}
-        self._world = World(members.index(self._line.me), len(members), store, _nothing, processes, line)
-        self._progress = tuple(note.progress for note in said)
-        self._made = self._create(self._world, self._placed(members).layout)
+        The groups of the last epoch, the world group too, are destroyed. No call of theirs may be in flight.
 
-    def discard(self) -> None:
-        made, self._made = self._made, None
-        world, self._world = self._world, None
-        if made is not None:
-            made.destroy()
-        if world is not None:
-            world.leave()
+        Returns:
+            The new groups; None on a rank that leaves, which may end then.
 
-    def made(self) -> Groups:
-        """Return the groups of the complete epoch."""
-        if self._made is None:
-            raise InternalError("an agreement is complete though this rank has made no groups")
-        return self._made
+        Raises:
+            DisagreementError: A rank has aborted the change or has ended; the groups of the last epoch serve on.
+            UsageError: The change is over.
+            NativeError: The store is gone.
+        """
+        line, end = self._old.world.line(), self._end
+        if self._phase != "prepared":
+            raise UsageError(f"commit: the change is {self._phase}")
+        if line.me in end.members:
+            decision = self._run("commit", protocol.commit(line.me, end.number, end.members))
+        else:
+            decision = self._run("commit", protocol.await_decision(end.number))
+        self._held.close()
+        if decision != protocol.OK:
+            self._phase = "aborted"
+            self._part.discard()
+            raise DisagreementError(f"commit: the change was given up, the old groups serve on: {decision}")
+        self._phase = "committed"
+        self._part.tear_down()
+        return self._part.begin() if line.me in end.members else None
 
-    def change(self, end: Complete) -> Change:
-        """Return what has changed with the complete epoch."""
-        old = self._line.members
-        old_to_new = {old.index(member): rank for rank, member in enumerate(end.members) if member in old}
-        return Change(
-            epoch=end.number,
-            lost=tuple(rank for rank in range(len(old)) if rank not in old_to_new),
-            joined=tuple(rank for rank, member in enumerate(end.members) if member not in old),
-            old_to_new=old_to_new,
-            progress=self._progress,
+    def abort(self, reason: str = "a rank has aborted it") -> None:
+        """Give the change up, for all ranks; those that call `commit` get `DisagreementError` with the reason.
+
+        Not collective. The groups that were prepared are destroyed; those of the last epoch serve on.
+
+        Raises:
+            UsageError: All members have committed before, or the change is over on this rank.
+        """
+        if self._phase != "prepared":
+            raise UsageError(f"abort: the change is {self._phase}")
+        if self._run("abort", protocol.abort(self._end.number, reason)) == protocol.OK:
+            raise UsageError("abort: all members have committed the change; call commit too")
+        self._held.close()
+        self._phase = "aborted"
+        self._part.discard()
+
+
+def _failure(
+    end: Excluded | Refused | protocol.Late, where: str, line: Line, timeout_s: float
+) -> CommTimeoutError | DisagreementError | ExcludedError:
+    """Return the error in which an agreement has ended."""
+    if isinstance(end, Excluded):
+        return ExcludedError(
+            f"{where}: the others go on without this rank, as members {list(end.members)} of epoch {end.number}"
         )
+    if isinstance(end, Refused):
+        return DisagreementError(f"{where}: {end.reason}")
+    ranks = tuple(line.members.index(member) for member in end.missing)
+    who = f"rank(s) {', '.join(map(str, ranks))}" if ranks else "the ranks that are to join"
+    return CommTimeoutError(f"{where}: {who} did not come within {timeout_s:.1f} s, or ended", missing=ranks)
+
+
+def _text(note: Note) -> str:
+    return msgspec.json.encode(note).decode()
 
 
 def _nothing() -> None:
-    """Do nothing: the store belongs to the world of the first epoch."""
+    """Do nothing: a process that joins has no groups of the last epoch."""

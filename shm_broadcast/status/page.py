@@ -74,8 +74,11 @@ class OwnPage:
 
     def set_rank(self, rank: int, world_size: int) -> None:
         """State the process's place in the first world that it joins; those of stateless groups count from 0 again."""
-        if self._world_size:
-            return
+        if not self._world_size:
+            self.change_rank(rank, world_size)
+
+    def change_rank(self, rank: int, world_size: int) -> None:
+        """State the process's place among other members of its world."""
         self._rank, self._world_size = rank, world_size
         self._set_words()
 

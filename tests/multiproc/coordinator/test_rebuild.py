@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from coordinator.diagnosis.decoding import decode_page
 from coordinator.elastic.driver import Driver
 from coordinator.elastic.layouts import LayoutRule, Placement
 from coordinator.elastic.protocol import Operation, Pause
@@ -26,6 +27,8 @@ from coordinator.errors import (
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
+from shm_broadcast import _core
+from shm_broadcast.status.page import own_page
 from tests.harness import run_ranks
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -67,6 +70,12 @@ def end(groups: ParallelGroups) -> None:
     destroy_distributed_environment()
 
 
+def shown_rank() -> list[int | None]:
+    """Return rank and world size in this process's status page."""
+    page = decode_page(_core.status_copy(own_page().segment.memory))
+    return [page.rank, page.world_size]
+
+
 def goes_on(rank: int, world_size: int, directory: Path, victim: int) -> dict[str, Any]:
     groups = elastic_groups(rank, world_size, directory)
     use(groups)
@@ -84,6 +93,7 @@ def goes_on(rank: int, world_size: int, directory: Path, victim: int) -> dict[st
         "lost": list(change.lost),
         "progress": list(change.progress),
         "name": groups.tp.unique_name,
+        "shown": shown_rank(),
     }
     end(groups)
     return found
@@ -100,6 +110,7 @@ def test_the_ranks_that_are_left_go_on(victim: int) -> None:
     assert all(each["lost"] == [victim] for each in found)
     assert all(each["progress"] == [10 + rank for rank in left] for each in found)
     assert len({each["epoch"] for each in found}) == 1
+    assert [each["shown"] for each in found] == [[0, 2], [1, 2]], "in the status page"
     assert all(each["name"] == f"tp:0@{each['epoch']}" for each in found)
 
 
@@ -195,7 +206,9 @@ def test_a_refusal_is_raised_on_all_ranks_and_can_be_followed_by_another_try() -
     assert first == other
     few, differing, rules, epoch = first
     assert few == "2 members are left, min_members is 3"
-    assert differing == "ranks disagree: min_members: '1' (rank 0), '3' (rank 2)"
+    assert differing == (
+        "ranks disagree: call: 'rebuild with min_members=1' (rank 0), 'rebuild with min_members=3' (rank 2)"
+    )
     assert "it must be a pure function" in rules
     assert epoch == "4"
 

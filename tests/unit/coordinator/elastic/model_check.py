@@ -39,11 +39,19 @@ class Limits:
         crashes: How many ranks may crash, each at any step.
         give_ups: How often a rank that waits may have waited long enough although others go on.
         overwrites: Keys that end with this are overwritten by `Swap`: a seeded bug. Empty for none.
+        joiners: How many ranks join in a planned change.
+        leavers: Members that leave in a planned change.
+        is_planned: Whether it is one.
+        members: How many there are; `explore` fills it in.
     """
 
     crashes: int = 0
     give_ups: int = 0
     overwrites: str = ""
+    joiners: int = 0
+    leavers: tuple[int, ...] = ()
+    is_planned: bool = False
+    members: int = 0
 
 
 @dataclasses.dataclass
@@ -74,7 +82,7 @@ _STALE: Final = (
         "present",
         "presences",
     ),
-    *("refusal", "said", "silent"),
+    *("refusal", "said", "silent", "is_enough", "present", "value"),
 )
 
 
@@ -131,9 +139,8 @@ class _Program:
 def _next(generator: Any, answer: Any) -> Any:
     """Tell the generator `answer`, and do what concerns its rank alone; return what it wants next."""
     wants = generator.send(answer)
-    while isinstance(wants, (TearDown, Discard, Judge, Choose)):
-        answer = wants.alive if isinstance(wants, Choose) else "" if isinstance(wants, Judge) else None
-        wants = generator.send(answer)
+    while isinstance(wants, (TearDown, Discard, Judge)):
+        wants = generator.send("" if isinstance(wants, Judge) else None)
     return wants
 
 
@@ -161,7 +168,7 @@ class _State:
 def _relevant(store: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     """Return what decides how ranks go on: behind the outcome of a step nobody asks who has said what in it."""
     keys = {key for key, _ in store}
-    outcomes = {"present": "members", "confirm": "go", "made": "result"}
+    outcomes = {"present": "members", "confirm": "go", "made": "result", "commit": "decision"}
 
     def is_over(key: str) -> bool:
         number, step, *member = key.split("/")
@@ -177,8 +184,12 @@ def explore(members: int, limits: Limits) -> Result:
         AssertionError: Two ranks have different members for one epoch, a rank is complete though another member has not
             built its groups, or ranks wait for each other for ever.
     """
+    limits = dataclasses.replace(limits, members=members)
     everybody = tuple(range(members))
     programs = [_Program(partial(protocol.agree_on_members, me, 0, everybody)) for me in everybody]
+    if limits.is_planned:
+        programs = [_Program(partial(_planned, me, everybody)) for me in everybody]
+    programs += [_Program(partial(_joining, members + each)) for each in range(limits.joiners)]
     places = tuple(program.start for program in programs)
     start = _State((), places, frozenset(), frozenset(), limits.give_ups, frozenset())
     result, seen, stack = Result(), set[Any](), [start]
@@ -200,6 +211,32 @@ def explore(members: int, limits: Limits) -> Result:
             result.ends[end] = result.ends.get(end, 0) + 1
         stack += following
     return result
+
+
+def _planned(me: int, members: tuple[int, ...]) -> Any:
+    return (yield from _decided(me, (yield from protocol.agree_on_members(me, 0, members, is_planned=True))))
+
+
+def _joining(me: int) -> Any:
+    return (yield from _decided(me, (yield from protocol.join(me, ""))))
+
+
+def _decided(me: int, end: End) -> Any:
+    """Return how a planned change ends for a rank: it commits at once, or waits for the decision if it leaves."""
+    if not isinstance(end, protocol.Prepared):
+        return end
+    if me in end.members:
+        decision = yield from protocol.commit(me, end.number, end.members)
+    else:
+        decision = yield from protocol.await_decision(end.number)
+    if decision != protocol.OK:
+        return protocol.Refused(end.number, decision)
+    is_left = me not in end.members
+    return (
+        protocol.Excluded(end.number, end.members)
+        if is_left
+        else protocol.Complete(end.number, end.members, (0, ()))
+    )
 
 
 def _shown(end: End | None) -> str:
@@ -252,7 +289,11 @@ def _answers(
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what a rank may be told next, and what changes with it."""
     wants = state.places[me].wants
-    if isinstance(wants, Put):
+    if isinstance(wants, Choose):
+        joiners = tuple(me for me in range(limits.members, len(state.places)) if f"joining/{me}" in store)
+        stay = tuple(member for member in wants.alive if member not in limits.leavers)
+        yield (None if len(joiners) < limits.joiners else stay + joiners), {}
+    elif isinstance(wants, Put):
         yield None, {"store": _sorted({**store, wants.key: wants.value})}
     elif isinstance(wants, Get):
         yield {key: store[key] for key in wants.keys if key in store}, {}

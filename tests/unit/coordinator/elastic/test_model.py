@@ -30,6 +30,26 @@ def test_ranks_that_give_up_waiting_too_early_agree_all_the_same() -> None:
         assert len(complete) <= 1
 
 
+@pytest.mark.guarantee("E8")
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(is_planned=True, leavers=(1,)),
+        Limits(is_planned=True, leavers=(1,), crashes=1, give_ups=1),
+        Limits(is_planned=True, joiners=1),
+        pytest.param(Limits(is_planned=True, joiners=1, crashes=1), marks=pytest.mark.thorough),
+        pytest.param(Limits(is_planned=True, joiners=1, leavers=(0,), crashes=1), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_a_planned_change_is_made_by_all_or_by_nobody(limits: Limits) -> None:
+    """Whoever crashes or gives up, no rank is complete while another one serves on in the old groups."""
+    for end in explore(2, limits).ends:
+        made = [each for each in end if each.startswith(("Complete", "Excluded"))]
+        given_up = [each for each in end if each.startswith(("Refused", "Late"))]
+        assert not (made and given_up), end
+
+
 @pytest.mark.parametrize(
     ("key", "finding"),
     [

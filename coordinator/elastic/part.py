@@ -1,0 +1,291 @@
+"""What one process does for an agreement on members: it judges who goes on, and creates the next groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, Generic, Protocol, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from coordinator.bootstrap import fork_guard
+from coordinator.bootstrap.world import Line, World
+from coordinator.elastic.layouts import LayoutRule, Placement, grown
+from coordinator.layout import ParallelLayout
+from coordinator.settings import CoordinatorSettings, differences
+from shm_broadcast.errors import InternalError, UsageError
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity
+
+__all__ = ["Change", "Groups", "Note", "Part", "Rebuildable", "Recipe", "note_of", "settings_facts"]
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What has changed with an epoch.
+
+    Attributes:
+        epoch: How often the members have changed, counting attempts that failed.
+        lost: Old ranks that are no members any more, ascending: those that have ended, did not come, or have left.
+        joined: New ranks of members that were none before, ascending.
+        old_to_new: The new rank of each old rank that goes on.
+        progress: What each new rank has passed as `progress`.
+    """
+
+    epoch: int
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+    old_to_new: dict[int, int]
+    progress: tuple[int, ...]
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """How to create groups like those of the last epoch, for a process that has none.
+
+    Attributes:
+        layout: Their layout.
+        extra_groups: Names of the extra groups.
+        has_queues: Whether `world` and `tp` have an `mq_broadcaster`.
+        has_token_group: Whether `ep.token_group` is set.
+        backend: torch backend of the device groups.
+    """
+
+    layout: ParallelLayout
+    extra_groups: tuple[str, ...]
+    has_queues: bool
+    has_token_group: bool
+    backend: str
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What a process tells the others in an attempt.
+
+    Attributes:
+        process: The process.
+        settings: Settings that must be equal on all ranks.
+        facts: Further facts that must be equal on those that were members before.
+        progress: What the caller has passed.
+        rank: Its rank in the last epoch; None for one that joins.
+        recipe: None for one that joins.
+    """
+
+    process: ProcessIdentity
+    settings: dict[str, str]
+    facts: dict[str, str]
+    progress: int
+    rank: int | None = None
+    recipe: Recipe | None = None
+
+
+_decoder: Final = msgspec.json.Decoder(Note)
+
+
+def note_of(text: str) -> Note:
+    """Return the note that a process has written.
+
+    Raises:
+        msgspec.MsgspecError: It is none.
+    """
+    return _decoder.decode(text)
+
+
+def settings_facts(settings: CoordinatorSettings) -> dict[str, str]:
+    """Return the settings that must be equal on all ranks, as text by name."""
+    return {f"setting {field}": str(value) for field, value in settings.agreed().items()}
+
+
+class Rebuildable(Protocol):
+    """All groups of an epoch: `ParallelGroups`."""
+
+    def destroy(self) -> None:
+        """Destroy the groups. Idempotent."""
+
+
+Groups = TypeVar("Groups", bound=Rebuildable)
+
+
+class Part(Generic[Groups]):
+    """One process's part in one agreement; see `Actions`.
+
+    Attributes:
+        line: The epochs so far. For one that joins it has no members.
+        note: What it tells the others.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        note: Note,
+        watch: PeerWatch,
+        create: Callable[[World, Recipe, ParallelLayout], Groups],
+        tear_down: Callable[[], None],
+        *,
+        rule: LayoutRule,
+        min_members: int = 1,
+        leave: Collection[int] = (),
+        pending: Callable[[], Sequence[int]] = tuple,
+        joins: int = 0,
+        leave_store: Callable[[], None] | None = None,
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            line: See above.
+            note: See above.
+            watch: The processes of the members of the last epoch, by member; it stays the caller's.
+            create: Creates the groups of a layout in a world, as a recipe says.
+            tear_down: Destroys the groups of the last epoch.
+            rule: Chooses the ranks that go on.
+            min_members: Refuse to go on with fewer.
+            leave: Ranks that leave.
+            pending: Returns the members that wait to join, by the order in which they came.
+            joins: How many of these are to join.
+            leave_store: Lets go of the store of a process that joins.
+        """
+        self.line: Line = line
+        self.note: Note = note
+        self._watch = watch
+        self._create = create
+        self._tear_down = tear_down
+        self._rule = rule
+        self._min_members = min_members
+        self._leave = frozenset(leave)
+        self._pending = pending
+        self._joins = joins
+        self._leave_store = leave_store or _nothing
+        self._joining: PeerWatch | None = None
+        self._made: Groups | None = None
+        self._world: World | None = None
+        self._notes: dict[int, Note] = {}
+
+    def dead(self) -> frozenset[int]:
+        """Return the members whose processes have provably ended."""
+        joining = () if self._joining is None else self._joining.lost()
+        return frozenset(self._watch.lost()).union(joining)
+
+    def choose(self, alive: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the next members; None if too few wait to join."""
+        members = self.line.members
+        ranks = [members.index(member) for member in alive]
+        joining = tuple(self._pending())[: self._joins] if self._joins else ()
+        if len(joining) < self._joins:
+            return None
+        try:
+            kept = self._kept(self._own_recipe().layout, ranks)
+        except UsageError:
+            # All of them refuse, with the reason: each asks its own rule.
+            return alive
+        return (*(members[rank] for rank in kept.ranks), *joining)
+
+    def _own_recipe(self) -> Recipe:
+        if self.note.recipe is None:
+            raise InternalError("a process that joins has no groups to choose from")
+        return self.note.recipe
+
+    def _kept(self, layout: ParallelLayout, ranks: Collection[int]) -> Placement:
+        """Return what the rule chooses of `ranks`, without those that leave."""
+        left = [rank for rank in sorted(ranks) if rank not in self._leave]
+        found, kept = self._rule(layout, tuple(left))
+        if not set(kept) <= set(left) or len(set(kept)) != len(kept) or found.world_size != len(kept):
+            raise UsageError(f"the layout rule has chosen ranks {list(kept)} of {left} for {found}")
+        return Placement(found, tuple(kept))
+
+    def judge(self, number: int, members: tuple[int, ...], notes: Mapping[int, str]) -> str:
+        """Return why this process cannot go on with these members, or an empty text."""
+        del number
+        said = self._notes = {member: note_of(note) for member, note in notes.items()}
+        fresh = {member: note.process for member, note in said.items() if note.rank is None}
+        self._forget_joining()
+        self._joining = PeerWatch(
+            self.note.process, {k: v for k, v in fresh.items() if v != self.note.process}
+        )
+        settings = {rank: said[member].settings for rank, member in enumerate(members)}
+        facts = {note.rank: note.facts for note in said.values() if note.rank is not None}
+        if any(each != self.note.settings for each in settings.values()):
+            return f"new ranks disagree: {'; '.join(differences(settings))}"
+        if any(each != next(iter(facts.values())) for each in facts.values()):
+            return f"ranks disagree: {'; '.join(differences(facts))}"
+        if len(members) < self._min_members:
+            return f"{len(members)} members are left, min_members is {self._min_members}"
+        me = _name(self.line.me, said[self.line.me])
+        going = [said[member].rank for member in members]
+        kept = tuple(rank for rank in going if rank is not None)
+        try:
+            placed = self._placed(members)
+        except UsageError as error:
+            return f"{me} cannot go on with ranks {list(kept)}: {error}"
+        if placed.ranks != kept:
+            return (
+                f"the layout rule chooses ranks {list(placed.ranks)} on {me} and {list(kept)} on another: it must be a "
+                "pure function of the layout and the ranks that are left"
+            )
+        return ""
+
+    def _placed(self, members: tuple[int, ...]) -> Placement:
+        """Return the new layout, and the old ranks that go on: what every member computes alike."""
+        said = [self._notes[member] for member in members]
+        old = [note.rank for note in said if note.rank is not None]
+        kept = self._kept(self._recipe().layout, old)
+        return Placement(grown(kept.layout, len(members) - len(old)), kept.ranks)
+
+    def _recipe(self) -> Recipe:
+        for note in self._notes.values():
+            if note.recipe is not None:
+                return note.recipe
+        raise UsageError("nobody of the last epoch goes on")
+
+    def tear_down(self) -> None:
+        """Destroy the groups of the last epoch."""
+        self._tear_down()
+
+    def build(self, number: int, members: tuple[int, ...]) -> None:
+        """Create the groups of these members."""
+        line = Line(self.line.store, self.line.me, number, members)
+        store = dist.PrefixStore(f"epoch/{number}", line.store)
+        fork_guard.protect(store)
+        processes = {rank: self._notes[member].process for rank, member in enumerate(members)}
+        self._world = World(members.index(line.me), len(members), store, self._leave_store, processes, line)
+        self._made = self._create(self._world, self._recipe(), self._placed(members).layout)
+
+    def discard(self) -> None:
+        """Destroy what `build` has made."""
+        made, self._made = self._made, None
+        world, self._world = self._world, None
+        if made is not None:
+            made.destroy()
+        if world is not None:
+            world.leave()
+
+    def begin(self) -> Groups:
+        """Return the groups of the next epoch, which begins now."""
+        if self._made is None or self._world is None:
+            raise InternalError("a change is complete though this process has made no groups")
+        self._world.show()
+        return self._made
+
+    def change(self, number: int, members: tuple[int, ...]) -> Change:
+        """Return what has changed with an epoch."""
+        notes = [self._notes[member] for member in members]
+        old_to_new = {note.rank: rank for rank, note in enumerate(notes) if note.rank is not None}
+        return Change(
+            epoch=number,
+            lost=tuple(rank for rank in range(self._recipe().layout.world_size) if rank not in old_to_new),
+            joined=tuple(rank for rank, note in enumerate(notes) if note.rank is None),
+            old_to_new=old_to_new,
+            progress=tuple(note.progress for note in notes),
+        )
+
+    def _forget_joining(self) -> None:
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.close()
+
+    def close(self) -> None:
+        """Stop watching processes that join. Idempotent."""
+        self._forget_joining()
+
+
+def _name(member: int, note: Note) -> str:
+    return f"member {member}, which joins," if note.rank is None else f"rank {note.rank}"
+
+
+def _nothing() -> None:
+    """Do nothing: the store belongs to the world of the first epoch."""

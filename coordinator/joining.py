@@ -1,0 +1,73 @@
+"""`join_distributed_environment`: a process that was started later becomes a member of groups that serve already."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from coordinator.bootstrap.creation import device_of
+from coordinator.bootstrap.rendezvous import join_later
+from coordinator.bootstrap.world import World
+from coordinator.elastic import joiners
+from coordinator.elastic.part import Recipe
+from coordinator.elastic.rebuilding import join_members
+from coordinator.groups import ParallelGroups
+from coordinator.layout import ParallelLayout
+from coordinator.settings import CoordinatorSettings
+
+__all__ = ["join_distributed_environment"]
+
+
+def join_distributed_environment(
+    store: dist.Store | str,
+    *,
+    local_rank: int | None = None,
+    settings: CoordinatorSettings | None = None,
+    timeout_s: float = 300.0,
+) -> ParallelGroups:
+    """Wait until the ranks that serve take this process in, and return its groups.
+
+    Call it once the process is ready to serve, with its weights loaded: from the commit on the others count on it. The
+    ranks that serve find it by `ParallelGroups.pending_members`, and take it in by `prepare` and `commit`. torch's own
+    world is neither needed nor made.
+
+    Args:
+        store: The store of the world that was started with `elastic=True`: `file:///DIRECTORY`, or the store from which
+            torch.distributed was initialised there.
+        local_rank: Index of this process's device on its host; None takes the current device.
+        settings: Settings of the groups, equal to those of the others; default: read from the environment.
+        timeout_s: How long to wait for each step, in seconds.
+
+    Returns:
+        The groups, in which this process has one of the last ranks; `change` says what has changed.
+
+    Raises:
+        CommTimeoutError: Nobody has taken it in, or the store does not answer.
+        DisagreementError: The change was given up after all. The process may call this again.
+        UsageError: `store` is none, or no run goes on there.
+        SettingsError: The environment has a setting that is unknown or malformed.
+        NativeError: The store is gone.
+    """
+    settings = settings or CoordinatorSettings.from_env()
+    given, leave = join_later(store) if isinstance(store, str) else (store, _nothing)
+
+    def create(own: World, recipe: Recipe, layout: ParallelLayout, create_timeout_s: float) -> ParallelGroups:
+        index = local_rank
+        if index is None:
+            on_host = device_of(recipe.backend, 0).type == "cpu"
+            index = 0 if on_host else torch.accelerator.current_device_index()
+        return ParallelGroups.create_in(own, recipe, layout, settings, index, create_timeout_s)
+
+    try:
+        line = joiners.new_line(given, "join_distributed_environment", timeout_s)
+        groups, change = join_members(line, settings, timeout_s, create, leave)
+    except BaseException:
+        leave()
+        raise
+    return dataclasses.replace(groups, change=change)
+
+
+def _nothing() -> None:
+    """Do nothing: the store is the caller's."""

@@ -1,0 +1,151 @@
+"""Planned changes: ranks leave and join while the others serve."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.elastic import Plan
+from coordinator.errors import ClosedError, CommTimeoutError, DisagreementError, UsageError
+from coordinator.groups import ParallelGroups
+from coordinator.joining import join_distributed_environment
+from coordinator.parallel_state import destroy_distributed_environment
+from coordinator.settings import CoordinatorSettings
+from tests.harness import run_ranks
+from tests.multiproc.coordinator.test_rebuild import elastic_groups, end, use
+from tests.waiting import wait_until
+
+TIMEOUT_S = 20.0
+
+
+def grows(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    first = world_size - 1
+    if rank == first:
+        wait_until((directory / "serving").exists, "the others", TIMEOUT_S)
+        groups = join_distributed_environment(
+            f"file://{directory}/store",
+            settings=CoordinatorSettings.resolve(timeout_s=10.0),
+            timeout_s=TIMEOUT_S,
+        )
+    else:
+        groups = elastic_groups(rank, first, directory)
+        use(groups)
+        (directory / "serving").touch()
+        if rank == 0:
+            wait_until(lambda: groups.pending_members() == 1, "a process that joins", TIMEOUT_S)
+        groups.world.barrier()
+        plan = groups.prepare(join=1, progress=7, timeout_s=TIMEOUT_S)
+        assert use(groups) == [1.0, float(rank), 1.0], "the old groups serve on"
+        before = plan.status()
+        old = groups
+        start = time.monotonic()
+        committed = plan.commit()
+        assert time.monotonic() - start < TIMEOUT_S
+        assert committed is not None
+        groups = committed
+        assert (before.phase, before.may_end, plan.status().phase) == ("prepared", (), "committed")
+        with pytest.raises(ClosedError):
+            old.dp.barrier()
+        with pytest.raises(UsageError, match="committed"):
+            plan.abort()
+    sums = use(groups)
+    found = {"rank": groups.world.rank, "sums": sums, "name": groups.dp.unique_name}
+    if rank != first:
+        end(groups)
+    else:
+        assert groups.change is not None
+        assert (groups.change.joined, groups.change.progress) == ((first,), (7, 7, 0))
+        groups.destroy()
+    return found
+
+
+@pytest.mark.guarantee("E8")
+def test_a_process_joins_while_the_others_serve() -> None:
+    """It gets the last rank, in groups of the next epoch; the old groups work until the commit, and not beyond."""
+    found = run_ranks(grows, 3)
+    for rank, each in enumerate(found):
+        assert each == {"rank": rank, "sums": [3.0, float(rank), 3.0], "name": "dp:0@1"}
+
+
+def shrinks(rank: int, world_size: int, directory: Path) -> list[Any]:
+    groups = elastic_groups(rank, world_size, directory)
+    with pytest.raises(UsageError, match="is no change of 3 ranks"):
+        groups.prepare()
+    with pytest.raises(UsageError, match="is no change of 3 ranks"):
+        groups.prepare(leave=[3])
+    plan = groups.prepare(leave=[0], timeout_s=TIMEOUT_S)
+    after = plan.commit()
+    assert plan.status().may_end == (0,)
+    if after is None:
+        destroy_distributed_environment()
+        return ["left", plan.status().operation_id]
+    found = [after.world.rank, *use(after), plan.status().operation_id]
+    end(after)
+    return found
+
+
+@pytest.mark.guarantee("E8")
+def test_a_rank_leaves_while_the_others_serve() -> None:
+    """It gets no groups any more, may end, and the others have ranks without gaps."""
+    assert run_ranks(shrinks, 3) == [
+        ["left", "epoch-1"],
+        [0, 1.0, 0.0, 1.0, "epoch-1"],
+        [1, 1.0, 1.0, 1.0, "epoch-1"],
+    ]
+
+
+def aborts(rank: int, world_size: int, directory: Path) -> list[str]:
+    groups = elastic_groups(rank, world_size, directory)
+    told = []
+    plan: Plan[ParallelGroups] = groups.prepare(leave=[2], timeout_s=TIMEOUT_S)
+    if rank == 1:
+        plan.abort("the request is gone")
+    else:
+        with pytest.raises(DisagreementError) as caught:
+            plan.commit()
+        told.append(str(caught.value))
+    assert plan.status().phase == "aborted"
+    assert plan.status().may_end == ()
+    assert use(groups) == [3.0, float(rank), 3.0], "the old groups serve on"
+    for options in ({"leave": [rank]}, {"leave": [1], "join": 0, "timeout_s": 3.0 + rank}):
+        with pytest.raises(DisagreementError, match="ranks disagree: call|ranks disagree: timeout_s"):
+            groups.prepare(**{"timeout_s": TIMEOUT_S, **options})  # type: ignore[arg-type]
+    with pytest.raises(CommTimeoutError, match="the ranks that are to join did not come"):
+        groups.prepare(join=1, timeout_s=1.0)
+    again = groups.prepare(leave=[2], timeout_s=TIMEOUT_S).commit()
+    if again is None:
+        destroy_distributed_environment()
+    else:
+        use(again)
+        end(again)
+    return told
+
+
+@pytest.mark.guarantee("E8")
+def test_a_change_that_is_given_up_leaves_the_old_groups_as_they_were() -> None:
+    """One rank aborts it, ranks ask for different changes, or nobody joins: all can try again."""
+    first, _, last = run_ranks(aborts, 3)
+    assert first == last == ["commit: the change was given up, the old groups serve on: the request is gone"]
+
+
+def joins_with_other_settings(rank: int, world_size: int, directory: Path) -> str:
+    if rank == world_size - 1:
+        wait_until((directory / "serving").exists, "the others", TIMEOUT_S)
+        with pytest.raises(DisagreementError) as caught:
+            join_distributed_environment(f"file://{directory}/store", timeout_s=TIMEOUT_S)
+        return str(caught.value)
+    groups = elastic_groups(rank, world_size - 1, directory)
+    (directory / "serving").touch()
+    with pytest.raises(DisagreementError) as caught:
+        groups.prepare(join=1, timeout_s=TIMEOUT_S)
+    use(groups)
+    end(groups)
+    return str(caught.value)
+
+
+@pytest.mark.guarantee("E8")
+def test_a_process_with_other_settings_is_refused_on_all_ranks() -> None:
+    """The reason names the setting and the ranks; the ranks that serve go on."""
+    for text in run_ranks(joins_with_other_settings, 3):
+        assert "new ranks disagree: setting timeout_s: '10.0' (ranks 0, 1), '600.0' (rank 2)" in text

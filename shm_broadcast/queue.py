@@ -47,6 +47,7 @@ from shm_broadcast.ring.writer import RingWriter
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.status.kept_pages import KeptPages
+from shm_broadcast.status.page import own_page
 from shm_broadcast.timeouts import AnyTimeout, seconds
 from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, take_any
 from shm_broadcast.turn import TakenError, Turn
@@ -309,6 +310,7 @@ class QueueWriter:
 def _offer_ring(
     name: str, ranks: tuple[int, ...], settings: BroadcastSettings, key: bytes, generation: int
 ) -> tuple[RingWriter, Handover]:
+    own_page()  # before anything is open that would have to be closed if there is no memory for it
     segment = Segment.create(segment_bytes(settings.ring_bytes, len(ranks)))
     _core.ring_format(segment.memory, len(ranks), generation)
     watch = PeerWatch(this_process(), {})
@@ -380,6 +382,7 @@ class QueueReader:
         if rank not in handle.ranks:
             return cls(_open_remote(handle, rank, limit_s, remote_keys), handle)
         index = handle.ranks.index(rank)
+        own_page()  # as in `_offer_ring`
         try:
             segment, writer, descriptor = take_over(
                 handle.address, key, index, handle.segment_bytes, limit_s, pages=KeptPages()

@@ -9,6 +9,8 @@ from collections.abc import Generator, Iterator
 import hypothesis
 import pytest
 
+from shm_broadcast.status.layout import pack_record
+from shm_broadcast.status.page import own_page
 from tests import rank_processes
 from tests.harness import RankPool
 from tests.leaks import Snapshot, leaked_since
@@ -132,6 +134,18 @@ def leaves_nothing_behind() -> Iterator[None]:
     )
     if leaks:
         pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_group_in_the_status_page() -> Iterator[None]:
+    """Give back the places of groups that a test has made in part, as their health alone, and so never leaves."""
+    page = own_page()
+    free = set(page._free_groups)
+    yield
+    for place in free.difference(page._free_groups, page._left_groups):
+        page._core.release(place)
+        page.write_group(place, pack_record("groups"))
+        page._free_groups.append(place)
 
 
 @pytest.fixture

@@ -89,7 +89,9 @@ def wait():
         return nullcontext()
 
 def open_files():
-    return len(os.listdir("/proc/self/fd"))
+    # The status page is made once, and stays for the life of the process.
+    links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
+    return sum("group-coordinator-status" not in os.readlink(each) for each in links if os.path.exists(each))
 
 if what != "create":
     public = [each.public.hex() for each in keys if each is not None]

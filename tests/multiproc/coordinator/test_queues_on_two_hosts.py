@@ -123,7 +123,7 @@ def one_rank_fails(group: GroupCoordinator, rank: int) -> dict[str, Any]:
         found["no port"] = outcome_of(narrow.create_mq_broadcaster)
         assert narrow.broadcast_object(rank) == 0
 
-    def refuse(*_arguments: object) -> None:
+    def refuse(*_arguments: object, **_options: object) -> None:
         raise PeerLostError("this container shares no abstract names")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -181,7 +181,7 @@ def terminal(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 def read_until(terminal_: int, is_enough: Callable[[str], bool]) -> str:
     """Return what a command has written to its terminal, as soon as that is enough."""
-    text, end = "", time.monotonic() + 60
+    text, end = "", time.monotonic() + 120
     while not is_enough(text):
         assert time.monotonic() < end, f"only {text[-2000:]!r} was written"
         if select.select([terminal_], [], [], 1.0)[0]:
@@ -193,7 +193,7 @@ def read_until(terminal_: int, is_enough: Callable[[str], bool]) -> str:
 def test_in_a_terminal_it_has_a_screen_that_q_and_ctrl_c_end(shown: ShownCalls, key: bytes | None) -> None:
     """The terminal is as it was before: the other screen, the cursor and the echo of keys are back."""
     del shown
-    with terminal([*COMMAND, "--interval", "0.2"]) as (top, ours):
+    with terminal([*COMMAND, "--interval", "0.2", "--pid", str(os.getpid())]) as (top, ours):
         before = termios.tcgetattr(ours)
         text = read_until(ours, lambda text: text.count("watched:0") >= 2 and "q ends" in text)
         assert "\x1b[?1049h" in text

@@ -145,7 +145,7 @@ def test_ctrl_c_is_the_way_to_end_the_command(monkeypatch: pytest.MonkeyPatch, l
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stragglers, "_pages", lambda pids: [page(3, [group(1, (2, 3))], [])])
-    monkeypatch.setattr(stragglers.time, "sleep", interrupted)
+    monkeypatch.setattr("coordinator.cli.stragglers.time.sleep", interrupted)
     assert stragglers.watch_stragglers(60.0, [], logs=logs) == 0
 
 

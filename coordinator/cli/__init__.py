@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     info.add_argument(
         "--pid",
-        type=int,
+        type=_pid,
         action="append",
         default=[],
         help="show only what the groups of this process did; may be repeated",
@@ -163,7 +163,7 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="record directories, of one host or several (default: the processes on this host)",
     )
     trace.add_argument(
-        "--pid", type=int, action="append", default=[], help="only this process; may be repeated"
+        "--pid", type=_pid, action="append", default=[], help="only this process; may be repeated"
     )
 
 
@@ -193,7 +193,7 @@ def _add_stragglers(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "--log", action="store_true", help="go on until Ctrl-C, and write a line for each window"
     )
     stragglers.add_argument(
-        "--pid", type=int, action="append", default=[], help="only this process; may be repeated"
+        "--pid", type=_pid, action="append", default=[], help="only this process; may be repeated"
     )
 
 

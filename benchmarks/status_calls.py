@@ -27,7 +27,7 @@ from coordinator.group import GroupCoordinator
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.status.kinds import kind_of
-from shm_broadcast.status.layout import LaneState, Outcome
+from shm_broadcast.status.layout import ASLEEP, COMPUTING, DONE
 from shm_broadcast.status.shown_calls import ShownCalls
 
 WORLD = 2
@@ -74,9 +74,9 @@ def of_python(rounds: int, calls: int) -> dict[str, list[float]]:
 
     def collective() -> None:
         lane.begin(kind, 1, 1024, 0)
-        lane.set_state(LaneState.ASLEEP)
-        lane.set_state(LaneState.COMPUTING)
-        lane.end(Outcome.DONE)
+        lane.set_state(ASLEEP)
+        lane.set_state(COMPUTING)
+        lane.end(DONE)
 
     found = [timed(collective, calls) - timed(lambda: None, calls) for _ in range(rounds)]
     shown.status.leave()

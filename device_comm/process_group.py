@@ -27,7 +27,7 @@ from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import ClosedError, InternalError
 from shm_broadcast.status.kinds import kind_of
-from shm_broadcast.status.layout import NOBODY, Outcome
+from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 
 # Up to this many bytes per rank an all-reduce is one all-gather and a local sum: one round trip instead
 # of two. Gloo on one host, 2 ranks, medians: 8 KB 390 against 620 us; they meet between 64 and 256 KB.
@@ -119,12 +119,12 @@ def collective(
         operation = health.begin(plane, name)
         lane.begin(kind_of(name), operation.number, nbytes, root)
         result = stages(operation)
-        lane.end(Outcome.DONE)
+        lane.end(DONE)
     except BaseException as error:
         health.left = operation, error
         health.left_halfway(operation, error)
         if operation.number:
-            lane.end(Outcome.FAILED)
+            lane.end(FAILED)
         raise
     return result
 

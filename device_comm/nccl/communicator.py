@@ -28,13 +28,11 @@ from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation
 from shm_broadcast.errors import UsageError
 from shm_broadcast.status.kinds import kind_of
-from shm_broadcast.status.layout import NOBODY, Outcome
+from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 
 _SUM: Final = ctypes.c_int(SUM_CODE)
 _STRIDED: Final = torch.strided
 _ALL_REDUCE: Final = kind_of("all_reduce")
-_DONE: Final = int(Outcome.DONE)
-_FAILED: Final = int(Outcome.FAILED)
 
 open_library: Callable[[str | None], NcclLibrary] = functools.cache(NcclLibrary)
 
@@ -179,7 +177,7 @@ class NcclCommunicator(NcclQueue):
         connection = self._connection
         connection.call = connection.everyone
         connection.entered += 1
-        lane, outcome = connection.lane, _FAILED
+        lane, outcome = connection.lane, FAILED
         lane.begin(_ALL_REDUCE, connection.entered - connection.transfers, count * size, NOBODY)
         try:
             # Read `hot` only after `entered` is written: see `NcclConnection`.
@@ -199,7 +197,7 @@ class NcclCommunicator(NcclQueue):
                     connection.settle("ncclAllReduce", status)
             if self._progress is not None:
                 self._progress.mark(stream)
-            outcome = _DONE
+            outcome = DONE
         finally:
             connection.returned = connection.entered
             lane.end(outcome)

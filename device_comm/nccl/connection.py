@@ -35,7 +35,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.reports.log_fields import LogFields
 from shm_broadcast.status.kinds import kind_of
-from shm_broadcast.status.layout import NOBODY, Outcome
+from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 from shm_broadcast.status.shown_calls import StatusLane
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -295,11 +295,11 @@ class NcclConnection:
         if call.peers is not None:
             self.transfers += 1
         self.entered += 1
-        outcome = Outcome.FAILED
+        outcome = FAILED
         self.lane.begin(kind_of(call.name), self.number, nbytes, root)
         try:
             yield
-            outcome = Outcome.DONE
+            outcome = DONE
         finally:
             self.returned = self.entered
             self.lane.end(outcome)

@@ -12,7 +12,11 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 __all__ = [
+    "ASLEEP",
     "BUCKETS",
+    "COMPUTING",
+    "DONE",
+    "FAILED",
     "FIRST_BUCKET_NS",
     "MAGIC",
     "NAME",
@@ -66,6 +70,13 @@ class Outcome(IntEnum):
     DONE = 0
     FAILED = 1
     DISAGREED = 2
+
+
+# What each call writes, as plain numbers: to look up a member of an enum takes a tenth of a microsecond (Python 3.11).
+COMPUTING: Final = int(LaneState.COMPUTING)
+ASLEEP: Final = int(LaneState.ASLEEP)
+DONE: Final = int(Outcome.DONE)
+FAILED: Final = int(Outcome.FAILED)
 
 
 class Field(NamedTuple):

@@ -9,7 +9,7 @@ from shm_broadcast._core import StatusLane
 from shm_broadcast.errors import CommError
 from shm_broadcast.status.failure_dump import Broken
 from shm_broadcast.status.kinds import kind_of
-from shm_broadcast.status.layout import NOBODY, GroupState, LaneState, Outcome
+from shm_broadcast.status.layout import ASLEEP, COMPUTING, DONE, FAILED, NOBODY, GroupState
 from shm_broadcast.status.page import GroupStatus, own_page
 
 __all__ = ["WAITS", "ShownCalls", "StatusLane"]
@@ -86,19 +86,19 @@ class ShownCalls:
         lane = self._lanes.get(call.plane) if call.number else None
         if lane is not None:
             try:
-                lane.set_state(LaneState.ASLEEP)
+                lane.set_state(ASLEEP)
                 return wait()
             finally:
-                lane.set_state(LaneState.COMPUTING)
+                lane.set_state(COMPUTING)
         idle = self._idle.setdefault(call.plane, [])
         lane = idle.pop() if idle else self.status.lane(f"{call.plane}{WAITS}", _WAITING)
         peer = self._ranks.index(pending[0]) if pending and pending[0] in self._ranks else NOBODY
-        outcome = Outcome.FAILED
+        outcome = FAILED
         try:
             lane.begin(kind_of(call.name), call.number, 0, peer)
-            lane.set_state(LaneState.ASLEEP)
+            lane.set_state(ASLEEP)
             result = wait()
-            outcome = Outcome.DONE
+            outcome = DONE
             return result
         finally:
             lane.end(outcome)

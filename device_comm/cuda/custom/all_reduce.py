@@ -14,7 +14,7 @@ import torch
 
 from device_comm.cuda.custom.capture_failure import tell_failure
 from device_comm.cuda.custom.fused_calls import FUSED_FAMILIES, MOST_ROUTES, NAMES, FusedCalls
-from device_comm.cuda.custom.kernel_calls import DONE, FAILED, KernelCalls
+from device_comm.cuda.custom.kernel_calls import KernelCalls
 from device_comm.cuda.custom.launches import Launch, Launches
 from device_comm.cuda.custom.resources import CustomContext, CustomResources, agree_on_policy
 from device_comm.cuda.driver import LaunchConfiguration
@@ -22,7 +22,7 @@ from device_comm.cuda.policy.decision import CallFacts, Plan, choose
 from device_comm.cuda.policy.table import Operation, PolicyTable
 from shm_broadcast.errors import CapabilityError, CommError, UsageError
 from shm_broadcast.status.kinds import kind_of
-from shm_broadcast.status.layout import NOBODY
+from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 
 __all__ = ["CustomAllReduce"]
 

@@ -12,16 +12,12 @@ from device_comm.cuda.custom.resources import CustomContext, CustomResources
 from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import LaunchConfiguration, PreparedLaunch
 from shm_broadcast.errors import ClosedError, CommError, CudaError
-from shm_broadcast.status.layout import NOBODY, Outcome
+from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 from shm_broadcast.status.shown_calls import StatusLane
 
-__all__ = ["DONE", "FAILED", "KernelCalls"]
+__all__ = ["KernelCalls"]
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-DONE: Final = int(Outcome.DONE)
-"""The outcome of a call whose kernel is queued."""
-FAILED: Final = int(Outcome.FAILED)
 
 # Interval at which `stop` checks whether queued calls are done.
 _FLUSH_PAUSE_S: Final = 0.001

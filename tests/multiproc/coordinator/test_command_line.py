@@ -52,6 +52,7 @@ def test_demo_shows_every_call_with_its_algorithm(capfd: pytest.CaptureFixture[s
         assert word in text
 
 
+@pytest.mark.thorough
 def test_a_demo_that_holds_prints_the_command_that_watches_it(tmp_path: Path) -> None:
     """The command, run as printed while the demo makes calls, shows both ranks."""
     command = [sys.executable, "-m", "coordinator", "demo", "--hold", "120"]

@@ -131,6 +131,7 @@ def test_nobody_is_named_where_no_rank_is_slower(
     while_summing(ranks4, tmp_path / "stop", late, look)
 
 
+@pytest.mark.thorough
 def test_the_log_has_a_line_for_each_window_and_ctrl_c_ends_it(ranks4: RankPool, tmp_path: Path) -> None:
     """It says the time, and who is late or that nobody is; the exit status is 3 if somebody was named."""
 

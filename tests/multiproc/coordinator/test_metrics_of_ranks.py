@@ -118,6 +118,7 @@ def test_it_answers_while_all_ranks_are_stopped(tmp_path: Path, name: str) -> No
     run_ranks(wait_for_rank_1, 2, str(tmp_path), name, while_running=watch)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_textfile_is_kept_up_to_date_and_removed_at_the_end(tmp_path: Path, name: str) -> None:
     """node_exporter would show the values of an exporter that has ended for ever."""

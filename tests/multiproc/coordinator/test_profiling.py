@@ -98,6 +98,7 @@ def compiled_calls_are_recorded(rank: int, world_size: int, directory: Path) -> 
     destroy_distributed_environment()
 
 
+@pytest.mark.thorough
 def test_calls_of_a_compiled_function_are_recorded_where_the_graph_makes_them() -> None:
     """The graph does not break, and holds no record of its own."""
     run_ranks(compiled_calls_are_recorded, 2, check_leaks=False)

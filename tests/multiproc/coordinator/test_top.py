@@ -209,6 +209,7 @@ def test_in_a_terminal_it_has_a_screen_that_q_and_ctrl_c_end(shown: ShownCalls, 
         assert top.stderr.read() == b""
 
 
+@pytest.mark.thorough
 def test_without_rich_a_terminal_gets_plain_text(shown: ShownCalls) -> None:
     """Rich is an extra; without it one look follows the other."""
     del shown

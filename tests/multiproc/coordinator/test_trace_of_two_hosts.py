@@ -60,6 +60,7 @@ def add(content: bytearray, at: int, by: int) -> None:
     content[at : at + 8] = value.to_bytes(8, "little")
 
 
+@pytest.mark.thorough
 def test_the_offset_between_two_hosts_is_found_within_the_error_that_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

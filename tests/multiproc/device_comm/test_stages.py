@@ -182,7 +182,11 @@ def test_a_strike_between_the_stages_of_objects_over_gloo_is_told(ranks2: RankPo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "struck"),
-    [("large all_reduce", 0), ("large all_reduce", 1), ("broadcast", 0)],
+    [
+        pytest.param("large all_reduce", 0, marks=pytest.mark.thorough),
+        ("large all_reduce", 1),
+        ("broadcast", 0),
+    ],
 )
 def test_a_strike_between_the_stages_over_several_hosts_is_told(
     ranks3: RankPool, name: str, struck: int
@@ -193,6 +197,7 @@ def test_a_strike_between_the_stages_over_several_hosts_is_told(
     assert min(found) > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.guarantee("D10")
 @pytest.mark.slow
 def test_a_strike_between_the_frames_of_leaders_is_told(ranks3: RankPool) -> None:

@@ -201,7 +201,9 @@ def test_a_handler_may_close_a_remote_reader_in_every_place_of_a_call(call: str,
 
 @pytest.mark.guarantee("R7", "R15")
 @pytest.mark.parametrize("full", [False, True], ids=["sending", "waiting"])
-@pytest.mark.parametrize("local", [[], [2]], ids=["remote", "mixed"])
+@pytest.mark.parametrize(
+    "local", [pytest.param([], marks=pytest.mark.thorough), [2]], ids=["remote", "mixed"]
+)
 def test_a_handler_may_close_a_writer_in_every_place_of_a_call(full: bool, local: list[int]) -> None:
     """The message is sent to all readers or to none, they get the end, and nothing of the writer is left."""
     for step in count():
@@ -242,7 +244,9 @@ def test_signals_disturb_neither_creation_nor_close() -> None:
                 assert readers[1].dequeue(DEADLINE_S) == "first"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        time.sleep(0.01)  # a thread of zmq may have got the last alarm, and Python must not find its handler gone
+        time.sleep(
+            0.01
+        )  # a thread of zmq may have got the last alarm, and Python must not find its handler gone
         signal.signal(signal.SIGALRM, old)
     assert descriptors() == before
 

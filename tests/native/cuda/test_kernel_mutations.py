@@ -139,7 +139,7 @@ def test_no_data_race(build: Callable[..., Path]) -> None:
     ("world_size", "dtype"),
     [
         (2, "float32"),
-        (3, "bfloat16"),
+        pytest.param(3, "bfloat16", marks=pytest.mark.thorough),
         pytest.param(5, "float32", marks=pytest.mark.thorough),
         pytest.param(8, "bfloat16", marks=pytest.mark.thorough),
     ],

@@ -71,6 +71,7 @@ def printed_by(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_cost_of_showing_calls_is_measured_in_turn(tmp_path: Path) -> None:
     """Each call has its time with and without the status page, and the difference is in the file too."""

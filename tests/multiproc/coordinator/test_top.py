@@ -220,6 +220,7 @@ def test_without_rich_a_terminal_gets_plain_text(shown: ShownCalls) -> None:
         assert top.wait(30) == 0
 
 
+@pytest.mark.thorough
 def test_the_page_of_a_process_that_has_ended_well_leaves_no_row(tmp_path: Path) -> None:
     """It has left its groups, so nothing of it is of interest; one that was killed is shown as dead."""
     from coordinator.diagnosis.top.rows import rows_of

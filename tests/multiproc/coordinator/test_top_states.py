@@ -138,6 +138,7 @@ def queue_states(rank: int, world_size: int, directory: Path, done: str) -> None
         group.barrier()
 
 
+@pytest.mark.thorough
 def test_an_idle_rank_waits_for_work_and_a_slow_reader_does_not(ranks4: RankPool, tmp_path: Path) -> None:
     """The reader that sleeps in dequeue is idle. Those that have not read are a message behind, and wait for nobody."""
     done = tmp_path / "done"

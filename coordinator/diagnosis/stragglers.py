@@ -208,7 +208,7 @@ class StragglerWatch:
 
     def __init__(self) -> None:
         """Start before the first look."""
-        self.judged = 0
+        self.judged: int = 0
         self._counts: Counts = {}
         self._at_ns: int | None = None
         self._suspects: Mapping[LaneName, Straggler] = {}

@@ -96,8 +96,8 @@ class RunFolder:
         if not _RUN.fullmatch(run):
             raise SettingsError(f"{run!r} is no name of a run")
         _make_private(directory)
-        self.path = directory / run
-        self.stem = stem
+        self.path: Path = directory / run
+        self.stem: str = stem
         _make_private(self.path)
         for old in runs_in(directory)[KEPT_RUNS:]:
             _remove(directory / old)

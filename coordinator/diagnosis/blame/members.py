@@ -9,6 +9,7 @@ from typing import NamedTuple
 from coordinator.diagnosis.blame.evidence import Evidence, Failure, Process
 from coordinator.diagnosis.blame.verdict import Culprit, called
 from coordinator.diagnosis.model import Group, Lane, Page, Record
+from coordinator.diagnosis.queues import Ring
 from coordinator.diagnosis.same_calls import is_shared
 from shm_broadcast.status.shown_calls import WAITS
 
@@ -75,9 +76,9 @@ class Job:
 
     def __init__(self, evidence: Evidence) -> None:
         """Index `evidence`."""
-        self.processes = evidence.processes
-        self.rings = evidence.rings
-        self.ended = evidence.ended
+        self.processes: tuple[Process, ...] = evidence.processes
+        self.rings: tuple[Ring, ...] = evidence.rings
+        self.ended: Mapping[int, str] = evidence.ended
         self._members: dict[GroupKey, dict[int, Node]] = {}
         self.groups: dict[GroupKey, Group] = {}
         self._by_rank: dict[int, Node] = {}

@@ -78,7 +78,8 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         Raises:
             UsageError: As `listening_address`, or the address is not this host's, or the port is taken.
         """
-        self.address_family, address = listening_address(listen)
+        family, address = listening_address(listen)
+        self.address_family: int = family
         self._reader = MetricsReader(read_host)
         self._room = threading.BoundedSemaphore(_MOST_CLIENTS)
         try:

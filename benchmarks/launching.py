@@ -17,6 +17,7 @@ import msgspec
 
 from benchmarks.results import BenchmarkError
 from benchmarks.running import Findings, Plan
+from coordinator.cli.kept_signals import KeptSignals, kept_signals
 
 __all__ = ["die_with_parent", "run_here"]
 
@@ -39,7 +40,7 @@ def run_here(
     Raises:
         BenchmarkError: A rank failed, with its error on stderr, or the deadline passed.
     """
-    with tempfile.TemporaryDirectory(prefix="group-coordinator-bench-") as name:
+    with kept_signals() as signals, tempfile.TemporaryDirectory(prefix="group-coordinator-bench-") as name:
         directory = Path(name)
         plan_file = directory / "plan.json"
         plan_file.write_bytes(msgspec.json.encode(plan))
@@ -53,7 +54,7 @@ def run_here(
         listener = threading.Thread(target=_listen, args=(ranks[0], tell, step), daemon=True)
         listener.start()
         try:
-            codes = _watch(ranks, timeout_s)
+            codes = _watch(ranks, timeout_s, signals)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -85,11 +86,16 @@ def _listen(rank: subprocess.Popen[bytes], tell: Callable[[str], None], step: Ca
             sys.stderr.write(text + "\n")
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
-    """Return the exit status of each rank; None for those still running at the deadline."""
+def _watch(ranks: list[subprocess.Popen[bytes]], timeout_s: float, signals: KeptSignals) -> list[int | None]:
+    """Return the exit status of each rank; None for those still running at the deadline.
+
+    Raises:
+        SystemExit: A signal asked this process to end.
+    """
     end_s = time.monotonic() + timeout_s
     has_failed = False
     while True:
+        signals.check()
         codes = [rank.poll() for rank in ranks]
         if not has_failed and any(codes):
             has_failed = True

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from coordinator.cli.kept_signals import KeptSignals, kept_signals
 from coordinator.errors import ClosedError, GroupBrokenError, PeerLostError
 
 __all__ = ["run_job", "run_rank"]
@@ -55,21 +56,17 @@ def run_job(
         hold_s: Seconds for which the demo goes on at its end, beside the deadline.
     """
     children: dict[int, subprocess.Popen[bytes]] = {}
-    previous = signal.signal(signal.SIGTERM, _leave)
-    with tempfile.TemporaryDirectory(prefix="group-coordinator-") as name:
+    with kept_signals() as signals, tempfile.TemporaryDirectory(prefix="group-coordinator-") as name:
         directory = Path(name)
         try:
             for rank in range(ranks):
                 children[rank] = _start(job, rank, ranks, directory, only, hold_s)
-            codes = _watch(children, timeout_s + hold_s)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+            codes = _watch(children, timeout_s + hold_s, signals)
         finally:
             for child in children.values():
                 child.kill()
             for child in children.values():
                 child.wait()
-            signal.signal(signal.SIGTERM, previous)
         if collect is not None:
             collect(directory)
         return _tell(codes, directory, timeout_s)
@@ -107,16 +104,18 @@ def _start(
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
 
 
-def _leave(number: int, frame: object) -> None:
-    del frame
-    raise SystemExit(128 + number)
+def _watch(
+    children: Mapping[int, subprocess.Popen[bytes]], timeout_s: float, signals: KeptSignals
+) -> dict[int, int | None]:
+    """Return the exit status of each rank; None for those still running at the deadline.
 
-
-def _watch(children: Mapping[int, subprocess.Popen[bytes]], timeout_s: float) -> dict[int, int | None]:
-    """Return the exit status of each rank; None for those still running at the deadline."""
+    Raises:
+        SystemExit: A signal asked this process to end.
+    """
     end_s = time.monotonic() + timeout_s
     has_failed = False
     while True:
+        signals.check()
         codes = {rank: child.poll() for rank, child in children.items()}
         if not has_failed and any(codes.values()):
             has_failed = True

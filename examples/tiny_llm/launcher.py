@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from .errors import DemoError
 from .options import LaunchedRank, Options
@@ -38,16 +37,14 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
     Returns:
         The exit status of the demo.
     """
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signals = _Signals()
     children: dict[int, subprocess.Popen[bytes]] = {}
     with tempfile.TemporaryDirectory(prefix="group-coordinator-demo-") as name:
         directory = Path(name)
         try:
             for rank in range(options.world_size):
                 children[rank] = _start(rank, directory, arguments)
-            codes = _watch(children, options.deadline_s + options.hold_s)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+            codes = _watch(children, options.deadline_s + options.hold_s, signals)
         finally:
             for child in children.values():
                 child.kill()
@@ -67,20 +64,44 @@ def _start(rank: int, directory: Path, arguments: Sequence[str]) -> subprocess.P
     )
 
 
-def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    """Turn a signal into an exception, so that the launcher cleans up."""
-    raise SystemExit(128 + number)
+class _Signals:
+    """Keeps SIGINT and SIGTERM until the launcher looks for them between two steps.
+
+    An exception of a handler could strike within `Popen.poll`, and leave a lock held for which `Popen.wait` would then
+    wait for ever.
+    """
+
+    def __init__(self) -> None:
+        """Become the handler of both, unless they are ignored."""
+        self._number = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._keep)
+
+    def _keep(self, number: int, _frame: FrameType | None) -> None:
+        self._number = number
+
+    def check(self) -> None:
+        """Raise `SystemExit` if one has come."""
+        if self._number:
+            raise SystemExit(128 + self._number)
 
 
-def _watch(children: Mapping[int, subprocess.Popen[bytes]], deadline_s: float) -> dict[int, int | None]:
+def _watch(
+    children: Mapping[int, subprocess.Popen[bytes]], deadline_s: float, signals: _Signals
+) -> dict[int, int | None]:
     """Wait for all ranks until the deadline; after the first failure, at most for `GRACE_S`.
 
     Returns:
         Exit status of each rank; None for those still running.
+
+    Raises:
+        SystemExit: A signal asked this process to end.
     """
     give_up_s = time.monotonic() + deadline_s
     has_failed = False
     while True:
+        signals.check()
         codes = {rank: child.poll() for rank, child in children.items()}
         if not has_failed and any(codes.values()):
             has_failed = True

@@ -168,7 +168,7 @@ def test_a_second_strike_in_a_collective_over_gloo_is_told(ranks2: RankPool, nam
 
 @pytest.mark.guarantee("D10")
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", [pytest.param(25), pytest.param(1, marks=pytest.mark.thorough)])
+@strides
 def test_a_second_strike_in_a_collective_over_several_hosts_is_told(ranks3: RankPool, stride: int) -> None:
     """As over Gloo alone, also to the other ranks of the host."""
     assert HostsPool(ranks3, ["A", "A", "B"]).run(struck_twice, "all_reduce", stride, timeout_s=600.0)[0] > 5

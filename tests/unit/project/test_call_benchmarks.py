@@ -30,33 +30,6 @@ ROWS = {
 }
 
 
-@pytest.mark.slow
-@requires("compiler")
-@pytest.mark.parametrize("name", ROWS)
-def test_a_benchmark_of_calls_prints_its_rows(name: str, tmp_path: Path) -> None:
-    """Each form has a row with a median that is at least the least figure, and the file has the same rows."""
-    if name == "kernel-calls":
-        pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
-    file = tmp_path / "calls.json"
-    few = ("--rounds", "3", "--calls", "5", "--json", str(file))
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", name, *few],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^(.+?) +median +([\d.]+) +least +([\d.]+)$", done.stdout, re.MULTILINE)
-    assert tuple(row[0] for row in rows) == ROWS[name]
-    assert all(float(median) >= float(least) > 0 for _, median, least in rows)
-    written = json.loads(file.read_text())
-    assert tuple(written["calls"]) == ROWS[name]
-    assert written["machine"]["python"] == platform.python_version()
-    assert "torch" in written["machine"]["packages"]
-
-
 def printed_by(*arguments: str) -> str:
     """Run a benchmark; return what it prints."""
     done = subprocess.run(
@@ -69,6 +42,25 @@ def printed_by(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+@requires("compiler")
+@pytest.mark.parametrize("name", ROWS)
+def test_a_benchmark_of_calls_prints_its_rows(name: str, tmp_path: Path) -> None:
+    """Each form has a row with a median that is at least the least figure, and the file has the same rows."""
+    if name == "kernel-calls":
+        pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
+    file = tmp_path / "calls.json"
+    few = ("--rounds", "3", "--calls", "5", "--json", str(file))
+    printed = printed_by(name, *few)
+    rows = re.findall(r"^(.+?) +median +([\d.]+) +least +([\d.]+)$", printed, re.MULTILINE)
+    assert tuple(row[0] for row in rows) == ROWS[name]
+    assert all(float(median) >= float(least) > 0 for _, median, least in rows)
+    written = json.loads(file.read_text())
+    assert tuple(written["calls"]) == ROWS[name]
+    assert written["machine"]["python"] == platform.python_version()
+    assert "torch" in written["machine"]["packages"]
 
 
 @pytest.mark.thorough
@@ -96,3 +88,14 @@ def test_the_time_of_a_rebuild_is_measured(tmp_path: Path) -> None:
     noticed, good = times["the last rank's error"], times["its first good sum"]
     assert 0 < noticed["median_s"] < good["median_s"]
     assert good["median_s"] <= good["p99_s"] <= good["most_s"]
+
+
+@pytest.mark.slow
+def test_the_share_of_top_is_that_of_the_command_itself(tmp_path: Path) -> None:
+    """It draws on a terminal meanwhile, and takes more than nothing."""
+    file = tmp_path / "top.json"
+    printed = printed_by("top", "--seconds", "2", "--ranks", "2", "--json", str(file))
+    found = json.loads(file.read_text())
+    assert f"{found['share_of_a_core']:.2%} of a core" in printed
+    assert found["share_of_a_core"] > 0
+    assert found["bytes_per_s"] > 0

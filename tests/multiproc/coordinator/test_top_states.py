@@ -445,6 +445,12 @@ def test_a_hundred_groups_that_were_destroyed_leave_no_rows(ranks2: RankPool, tm
     assert late[1] == 0
 
 
+def has_found(made: Sampler, pids: Sequence[int]) -> bool:
+    """Return whether a sample has the pages of all of `pids`, for which it searches now."""
+    made._next_search_s = 0.0
+    return {each.page.pid for each in made.sample().seen} >= set(pids)
+
+
 def test_a_look_copies_each_page_once_and_searches_nothing(
     ranks4: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,7 +469,7 @@ def test_a_look_copies_each_page_once_and_searches_nothing(
 
     def watch(pids: Sequence[int]) -> None:
         with sampler() as made, monkeypatch.context() as patch:
-            known = {each.page.pid for each in made.sample().seen}
+            wait_until(lambda: has_found(made, pids), "the pages of the ranks", 60.0)
             patch.setattr(_core, "status_copy", counted_copy)
             patch.setattr(pages, "find_memory", counted_find)
             for number in range(1, 4):
@@ -471,7 +477,6 @@ def test_a_look_copies_each_page_once_and_searches_nothing(
                 sample = made.sample()
                 assert len(copied) <= number * len(made._kept)
                 assert all(len(each.page.records) <= NEWEST for each in sample.seen)
-            assert known >= set(pids)
         done.touch()
 
     ranks4.run(in_a_call, str(done), while_running=watch)

@@ -9,6 +9,7 @@ with ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2)) as groups:
 
 from coordinator.bootstrap.timings import CreationReport, StartUpReport
 from coordinator.collectives.point_to_point import P2POperation
+from coordinator.elastic.joining import join_distributed_environment
 from coordinator.errors import (
     CapabilityError,
     ClosedError,
@@ -29,7 +30,6 @@ from coordinator.errors import (
 from coordinator.graph_capture import GraphCaptureContext
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups, current_groups
-from coordinator.joining import join_distributed_environment
 from coordinator.layout import ParallelLayout
 from coordinator.parallel_state import (
     cleanup_dist_env_and_memory,

@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.timings import StartUpReport
 from coordinator.bootstrap.world import World
-from coordinator.elastic import joiners
-from coordinator.elastic.layouts import LayoutRule, drop_replicas
+from coordinator.elastic.changing import ChangingGroups
 from coordinator.elastic.part import Change, Recipe
-from coordinator.elastic.rebuilding import Membership, Plan, prepare, rebuild
+from coordinator.elastic.rebuilding import Membership
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group import GroupCoordinator
 from coordinator.layout import Dimension, ParallelLayout, RankLists
@@ -44,7 +43,7 @@ EXTRA_GROUPS: Final[tuple[ExtraGroup, ...]] = get_args(ExtraGroup)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParallelGroups:
+class ParallelGroups(ChangingGroups):
     """The groups that this rank belongs to, one per parallel dimension.
 
     Used as a context manager, it makes these groups current and destroys them at the end. Each dimension has a group of
@@ -308,88 +307,9 @@ class ParallelGroups:
         record._retired.extend([*self._retired, *(parts[name] for name in created)])  # noqa: SLF001 - ours
         return record
 
-    def rebuild(
-        self,
-        *,
-        layout: LayoutRule = drop_replicas,
-        progress: int = 0,
-        min_members: int = 1,
-        timeout_s: float = 30.0,
-    ) -> Self:
-        """Create the groups again on the ranks that are left, after `PeerLostError` or `CommTimeoutError`.
-
-        Collective over all ranks that are left: each calls it when a call of its groups has raised. They agree on who
-        is left: all ranks of these groups but those whose process has provably ended, or, once the others have been
-        silent for a third of `timeout_s` (5 s at most), a majority. A rank that fails meanwhile is left out in a
-        further attempt. This record and its groups, the world group too, are destroyed once all have confirmed.
-
-        Members keep the order of their ranks, which are numbered anew without gaps. torch.distributed's own world stays
-        as it was, with the lost ranks: the new groups are none of its groups, as those of `create_stateless_group`.
-
-        Args:
-            layout: Chooses the new layout and the ranks that go on; a pure function, see `LayoutRule`. The default goes
-                on with the replicas of the model that have lost no rank.
-            progress: Any number that the others are to know, such as the last finished step; see `change.progress`.
-            min_members: Refuse to go on with fewer. Equal on all ranks.
-            timeout_s: How long to wait for enough ranks, in seconds; equal on all ranks.
-
-        Returns:
-            The new groups; `change` says what has changed.
-
-        Raises:
-            ExcludedError: The others go on without this rank.
-            DisagreementError: A rank could not go on, with the reason: too few members, no layout, other settings. All
-                of them raise it, and the groups are as they were; `rebuild` may be called again.
-            CommTimeoutError: Too few ranks came in time; `.missing` names the others. As above.
-            UsageError: The members of this world cannot change; see `init_distributed_environment(elastic=True)`.
-            NativeError: The store is gone.
-        """
-        groups, change = rebuild(
-            self._membership(),
-            layout,
-            progress,
-            min_members,
-            timeout_s,
-            self.create_like,
-            self.destroy_everything,
-        )
-        return dataclasses.replace(groups, change=change)
-
-    def prepare(
-        self, *, leave: Collection[int] = (), join: int = 0, progress: int = 0, timeout_s: float = 30.0
-    ) -> Plan[Self]:
-        """Agree on a planned change and create its groups, while these serve. Collective over the world.
-
-        *Blocks* until all have called it and `join` processes wait in `join_distributed_environment`; another thread
-        may use these groups meanwhile. `Plan.commit` then takes no longer than an agreement.
-
-        Args:
-            leave: Ranks that leave; whole replicas of the model. Equal on all ranks.
-            join: How many processes join; they form whole replicas behind the others. Equal on all ranks: let one rank
-                ask `pending_members` and send the others what it has found.
-            progress: See `rebuild`.
-            timeout_s: See `rebuild`.
-
-        Raises:
-            UsageError: It is no change, or the members of this world cannot change. Nothing is sent.
-            DisagreementError: A rank could not go on, with the reason, or could not create its groups. All raise it.
-            CommTimeoutError: Ranks did not come, too few wait to join, or a member has ended.
-            NativeError: The store is gone.
-        """
-        return prepare(
-            self._membership(), progress, leave, join, timeout_s, self.create_like, self.destroy_everything
-        )
-
-    def pending_members(self, *, timeout_s: float = 30.0) -> int:
-        """Return how many processes wait in `join_distributed_environment`. Not collective; asks the store.
-
-        Raises:
-            UsageError: The members of this world cannot change.
-            CommTimeoutError: The store does not answer within `timeout_s`.
-            NativeError: The store is gone.
-        """
-        line = self._membership().world.line()
-        return len(joiners.pending(line.store, "pending_members", timeout_s))
+    def with_change(self, change: Change) -> Self:
+        """Return a record of the same groups that says what has changed with them."""
+        return dataclasses.replace(self, change=change)
 
     def _membership(self) -> Membership:
         parts = self.world._parts  # noqa: SLF001 - ours
@@ -404,16 +324,15 @@ class ParallelGroups:
         )
         return Membership(parts.world, parts.processes, self.world.settings, recipe)
 
-    def create_like(
+    def _create_again(
         self, own: World, recipe: Recipe, layout: ParallelLayout, create_timeout_s: float
     ) -> Self:
-        """Create the groups of the next epoch in a world of their own; internal."""
-        return self.create_in(
+        return self._create_in(
             own, recipe, layout, self.world.settings, self.world.local_rank, create_timeout_s
         )
 
     @classmethod
-    def create_in(
+    def _create_in(
         cls,
         own: World,
         recipe: Recipe,
@@ -422,7 +341,7 @@ class ParallelGroups:
         local_rank: int,
         create_timeout_s: float,
     ) -> Self:
-        """Create groups in a world of their own; internal. Collective over that world."""
+        """Create groups as a recipe says, in a world of their own. Collective over that world."""
         names: list[Dimension | ExtraGroup] = [*DIMENSIONS]
         names += [name for name in EXTRA_GROUPS if name in recipe.extra_groups]
         brief = msgspec.structs.replace(
@@ -444,6 +363,10 @@ class ParallelGroups:
             record.ep.token_group = record.dp if layout.data > 1 else record.cp
         return record
 
+    def _destroy_all(self) -> None:
+        self.destroy()
+        self.world.destroy()
+
     def by_name(self) -> dict[str, GroupCoordinator]:
         """Return the groups by the names of their attributes, in order of creation."""
         found = {name: getattr(self, name) for name in (*DIMENSIONS, *EXTRA_GROUPS)}
@@ -459,11 +382,6 @@ class ParallelGroups:
         Waits for the other ranks at most about `destroy_timeout_s` per group.
         """
         destroy_together(self.owned())
-
-    def destroy_everything(self) -> None:
-        """Destroy the groups, and the world group also if `destroy` leaves it alone. Idempotent, not collective."""
-        self.destroy()
-        self.world.destroy()
 
     def owned(self) -> list[GroupCoordinator]:
         """Return the groups that `destroy` destroys, in the order in which it does."""

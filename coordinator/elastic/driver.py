@@ -178,7 +178,7 @@ class Driver:
         """Tell the others that they need not wait for this rank."""
         if not self._number:
             return
-        reason = f"{protocol.LOST}{self._me} was interrupted ({type(error).__name__})"
+        reason = f"{protocol.LOST}member {self._me} was interrupted ({type(error).__name__})"
         with suppress(CommTimeoutError, NativeError):
             for step in ("confirm", "made"):
                 self._ask(Swap(f"{self._number}/{step}/{self._me}", reason), _TELL_S)

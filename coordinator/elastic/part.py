@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -97,6 +97,9 @@ class Rebuildable(Protocol):
 
     def destroy(self) -> None:
         """Destroy the groups. Idempotent."""
+
+    def with_change(self, change: Change) -> Self:
+        """Return a record of the same groups that says what has changed with them."""
 
 
 Groups = TypeVar("Groups", bound=Rebuildable)
@@ -254,12 +257,12 @@ class Part(Generic[Groups]):
         if world is not None:
             world.leave()
 
-    def begin(self) -> Groups:
+    def begin(self, number: int, members: tuple[int, ...]) -> Groups:
         """Return the groups of the next epoch, which begins now."""
         if self._made is None or self._world is None:
             raise InternalError("a change is complete though this process has made no groups")
         self._world.show()
-        return self._made
+        return self._made.with_change(self.change(number, members))
 
     def change(self, number: int, members: tuple[int, ...]) -> Change:
         """Return what has changed with an epoch."""

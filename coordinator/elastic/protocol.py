@@ -313,7 +313,7 @@ def _take_part(me: int, number: int, decided: _Decided) -> Steps:
     result = yield from _gather(number, "made", "result", members)
     if result != OK:
         yield Discard()
-        return Refused(number, result) if is_planned else None
+        return Refused(number, result.removeprefix(LOST)) if is_planned else None
     return Prepared(number, members) if is_planned else Complete(number, members, (number, members))
 
 
@@ -375,7 +375,7 @@ def _decide(me: int, number: int, electorate: tuple[int, ...], note: str, *, is_
 def _given_up(number: int, reason: str) -> Late | Refused:
     """Return the end of a planned change that was given up before it was prepared."""
     if not reason.startswith(LATE):
-        return Refused(number, reason)
+        return Refused(number, reason.removeprefix(LOST))
     return Late(number, _late_decoder.decode(reason.removeprefix(LATE)))
 
 
@@ -398,9 +398,9 @@ def _gather(number: int, what: str, outcome: str, members: tuple[int, ...]) -> S
             dead: frozenset[int] = yield Dead()
             gone = dead.intersection(missing)
             if gone:
-                reason = f"{LOST}{_listed(gone)} ended"
+                reason = f"{LOST}member(s) {_listed(gone)} ended"
             elif (yield Pause(number, outcome)) == 2:
-                reason = f"{LOST}{_listed(missing)} did not answer"
+                reason = f"{LOST}member(s) {_listed(missing)} did not answer"
         if reason:
             return (yield Swap(_key(number, outcome), reason))
 

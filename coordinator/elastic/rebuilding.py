@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, closing
-from typing import Generic, Literal
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any, Generic, Literal
 
 import msgspec
 
@@ -48,12 +48,35 @@ class Membership(msgspec.Struct, frozen=True):
         settings = settings_facts(self.settings)
         return Note(this_process(), settings, facts, progress, self.world.rank, self.recipe)
 
-    def watch(self, line: Line) -> PeerWatch:
-        """Return a watch of the other members' processes, by member."""
-        others = {
+    def others(self, line: Line) -> dict[int, ProcessIdentity]:
+        """Return the other members' processes, by member."""
+        return {
             line.members[rank]: process for rank, process in self.processes.items() if rank != self.world.rank
         }
-        return PeerWatch(this_process(), others)
+
+
+@contextmanager
+def _taking_part(
+    line: Line,
+    note: Note,
+    others: Mapping[int, ProcessIdentity],
+    timeout_s: float,
+    where: str,
+    create: Create[Groups],
+    tear_down: Callable[[], None],
+    **choices: Any,
+) -> Iterator[tuple[Part[Groups], Driver]]:
+    """Yield this process's part in an agreement, and who drives it; `choices` are those of `Part`."""
+    deadlines = Deadlines(timeout_s)
+
+    def build(own: World, recipe: Recipe, layout: ParallelLayout) -> Groups:
+        return create(own, recipe, layout, deadlines.step_s)
+
+    with (
+        closing(PeerWatch(note.process, others)) as watch,
+        closing(Part(line, note, watch, build, tear_down, **choices)) as part,
+    ):
+        yield part, Driver(line.store, line.me, part, deadlines, where)
 
 
 def rebuild(
@@ -64,26 +87,19 @@ def rebuild(
     timeout_s: float,
     create: Create[Groups],
     tear_down: Callable[[], None],
-) -> tuple[Groups, Change]:
+) -> Groups:
     """Agree with the other ranks on who is left, and create their groups. See `ParallelGroups.rebuild`."""
-    line, deadlines = old.world.line(), Deadlines(timeout_s)
+    line = old.world.line()
     note = old.note(progress, f"rebuild with min_members={min_members}", timeout_s)
     where = f"rebuild (rank {old.world.rank} of epoch {line.epoch})"
-    with closing(old.watch(line)) as watch:
-        part = Part(
-            line,
-            note,
-            watch,
-            lambda own, recipe, layout: create(own, recipe, layout, deadlines.step_s),
-            tear_down,
-            rule=rule,
-            min_members=min_members,
-        )
-        with closing(part):
-            driver = Driver(line.store, line.me, part, deadlines, where)
-            end = driver.run(protocol.agree_on_members(line.me, line.epoch, line.members, _text(note)))
-            if isinstance(end, Complete):
-                return part.begin(), part.change(end.number, end.members)
+    choices = {"rule": rule, "min_members": min_members}
+    with _taking_part(line, note, old.others(line), timeout_s, where, create, tear_down, **choices) as (
+        part,
+        driver,
+    ):
+        end = driver.run(protocol.agree_on_members(line.me, line.epoch, line.members, _text(note)))
+        if isinstance(end, Complete):
+            return part.begin(end.number, end.members)
     raise _failure(end, where, line, timeout_s)
 
 
@@ -100,24 +116,18 @@ def prepare(
     size = old.world.size
     if not set(leave) <= set(range(size)) or join < 0 or not (leave or join):
         raise UsageError(f"prepare: leave={tuple(leave)} and join={join} is no change of {size} ranks")
-    line, deadlines = old.world.line(), Deadlines(timeout_s)
+    line = old.world.line()
     note = old.note(progress, f"prepare with leave={sorted(leave)}, join={join}", timeout_s)
     where = f"prepare (rank {old.world.rank} of epoch {line.epoch})"
+    choices = {
+        "rule": drop_replicas,
+        "leave": leave,
+        "pending": lambda: joiners.pending(line.store, where, timeout_s),
+        "joins": join,
+    }
+    taking_part = _taking_part(line, note, old.others(line), timeout_s, where, create, tear_down, **choices)
     with ExitStack() as held:
-        watch = held.enter_context(closing(old.watch(line)))
-        part = Part(
-            line,
-            note,
-            watch,
-            lambda own, recipe, layout: create(own, recipe, layout, deadlines.step_s),
-            tear_down,
-            rule=drop_replicas,
-            leave=leave,
-            pending=lambda: joiners.pending(line.store, where, timeout_s),
-            joins=join,
-        )
-        held.enter_context(closing(part))
-        driver = Driver(line.store, line.me, part, deadlines, where)
+        part, driver = held.enter_context(taking_part)
         end = driver.run(
             protocol.agree_on_members(line.me, line.epoch, line.members, _text(note), is_planned=True)
         )
@@ -132,33 +142,23 @@ def join_members(
     timeout_s: float,
     create: Create[Groups],
     leave_store: Callable[[], None],
-) -> tuple[Groups, Change]:
+) -> Groups:
     """Wait for a planned change with a place for this process, and take part. See `join_distributed_environment`."""
-    deadlines = Deadlines(timeout_s)
     note = Note(this_process(), settings_facts(settings), {}, 0)
     where = f"join (member {line.me})"
-    with closing(PeerWatch(note.process, {})) as watch:
-        part = Part(
-            line,
-            note,
-            watch,
-            lambda own, recipe, layout: create(own, recipe, layout, deadlines.step_s),
-            _nothing,
-            rule=drop_replicas,
-            leave_store=leave_store,
-        )
-        with closing(part):
-            driver = Driver(line.store, line.me, part, deadlines, where)
-            end = driver.run(protocol.join(line.me, _text(note)))
-            if isinstance(end, Refused):
-                raise DisagreementError(f"{where}: {end.reason}")
-            if not isinstance(end, Prepared):
-                raise CommTimeoutError(f"{where}: nobody has taken it in within {timeout_s:.1f} s")
-            decision = driver.run(protocol.commit(line.me, end.number, end.members))
-            if decision != protocol.OK:
-                part.discard()
-                raise DisagreementError(f"{where}: the change was given up: {decision}")
-            return part.begin(), part.change(end.number, end.members)
+    choices = {"rule": drop_replicas, "leave_store": leave_store}
+    with _taking_part(line, note, {}, timeout_s, where, create, _nothing, **choices) as (part, driver):
+        end = driver.run(protocol.join(line.me, _text(note)))
+        if isinstance(end, Refused):
+            raise DisagreementError(f"{where}: {end.reason}")
+        if not isinstance(end, Prepared):
+            raise CommTimeoutError(f"{where}: nobody has taken it in within {timeout_s:.1f} s")
+        decision = driver.run(protocol.commit(line.me, end.number, end.members))
+        if decision != protocol.OK:
+            part.discard()
+            reason = decision.removeprefix(protocol.LOST)
+            raise DisagreementError(f"{where}: the change was given up: {reason}")
+        return part.begin(end.number, end.members)
 
 
 class PlanStatus(msgspec.Struct, frozen=True):
@@ -235,10 +235,11 @@ class Plan(Generic[Groups]):
         if decision != protocol.OK:
             self._phase = "aborted"
             self._part.discard()
-            raise DisagreementError(f"commit: the change was given up, the old groups serve on: {decision}")
+            reason = decision.removeprefix(protocol.LOST)
+            raise DisagreementError(f"commit: the change was given up, the old groups serve on: {reason}")
         self._phase = "committed"
         self._part.tear_down()
-        return self._part.begin() if line.me in end.members else None
+        return self._part.begin(self._end.number, self._end.members) if line.me in end.members else None
 
     def abort(self, reason: str = "a rank has aborted it") -> None:
         """Give the change up, for all ranks; those that call `commit` get `DisagreementError` with the reason.

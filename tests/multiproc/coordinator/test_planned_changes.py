@@ -1,5 +1,7 @@
 """Planned changes: ranks leave and join while the others serve."""
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -7,13 +9,13 @@ from typing import Any
 import pytest
 
 from coordinator.elastic import Plan
+from coordinator.elastic.joining import join_distributed_environment
 from coordinator.errors import ClosedError, CommTimeoutError, DisagreementError, UsageError
 from coordinator.groups import ParallelGroups
-from coordinator.joining import join_distributed_environment
 from coordinator.parallel_state import destroy_distributed_environment
 from coordinator.settings import CoordinatorSettings
 from tests.harness import run_ranks
-from tests.multiproc.coordinator.test_rebuild import elastic_groups, end, use
+from tests.multiproc.coordinator.test_rebuild import elastic_groups, end, failing, use
 from tests.waiting import wait_until
 
 TIMEOUT_S = 20.0
@@ -51,11 +53,11 @@ def grows(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
             plan.abort()
     sums = use(groups)
     found = {"rank": groups.world.rank, "sums": sums, "name": groups.dp.unique_name}
+    assert groups.change is not None
+    assert (groups.change.joined, groups.change.progress) == ((first,), (7, 7, 0))
     if rank != first:
         end(groups)
     else:
-        assert groups.change is not None
-        assert (groups.change.joined, groups.change.progress) == ((first,), (7, 7, 0))
         groups.destroy()
     return found
 
@@ -149,3 +151,24 @@ def test_a_process_with_other_settings_is_refused_on_all_ranks() -> None:
     """The reason names the setting and the ranks; the ranks that serve go on."""
     for text in run_ranks(joins_with_other_settings, 3):
         assert "new ranks disagree: setting timeout_s: '10.0' (ranks 0, 1), '600.0' (rank 2)" in text
+
+
+def dies_before_the_commit(rank: int, world_size: int, directory: Path) -> list[Any]:
+    groups = elastic_groups(rank, world_size, directory)
+    plan = groups.prepare(leave=[0], timeout_s=TIMEOUT_S)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(DisagreementError) as caught:
+        plan.commit()
+    failing(groups)
+    groups = groups.rebuild(timeout_s=TIMEOUT_S)
+    found = [str(caught.value).rpartition(": ")[2], groups.world.rank, *use(groups)]
+    end(groups)
+    return found
+
+
+@pytest.mark.guarantee("E8")
+def test_a_rank_that_dies_before_the_commit_ends_the_change_for_all() -> None:
+    """They are told who it was. The one that was to leave is still a member, and goes on with the other."""
+    found = run_ranks(dies_before_the_commit, 3, expect_dead=[2])
+    assert found[:2] == [["member(s) 2 ended", 0, 1.0, 0.0, 1.0], ["member(s) 2 ended", 1, 1.0, 1.0, 1.0]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import torch.distributed as dist
 
@@ -58,15 +56,16 @@ def join_distributed_environment(
         if index is None:
             on_host = device_of(recipe.backend, 0).type == "cpu"
             index = 0 if on_host else torch.accelerator.current_device_index()
-        return ParallelGroups.create_in(own, recipe, layout, settings, index, create_timeout_s)
+        return ParallelGroups._create_in(  # noqa: SLF001 - ours
+            own, recipe, layout, settings, index, create_timeout_s
+        )
 
     try:
         line = joiners.new_line(given, "join_distributed_environment", timeout_s)
-        groups, change = join_members(line, settings, timeout_s, create, leave)
+        return join_members(line, settings, timeout_s, create, leave)
     except BaseException:
         leave()
         raise
-    return dataclasses.replace(groups, change=change)
 
 
 def _nothing() -> None:

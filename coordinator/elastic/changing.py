@@ -1,0 +1,123 @@
+"""The calls by which the members of groups change: after a failure, and as planned."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Self
+
+from coordinator.bootstrap.world import World
+from coordinator.elastic import joiners
+from coordinator.elastic.layouts import LayoutRule, drop_replicas
+from coordinator.elastic.part import Change, Recipe
+from coordinator.elastic.rebuilding import Membership, Plan, prepare, rebuild
+from coordinator.layout import ParallelLayout
+
+__all__ = ["ChangingGroups"]
+
+
+class ChangingGroups(ABC):
+    """All groups of a world whose members may change; a part of `ParallelGroups`."""
+
+    def rebuild(
+        self,
+        *,
+        layout: LayoutRule = drop_replicas,
+        progress: int = 0,
+        min_members: int = 1,
+        timeout_s: float = 30.0,
+    ) -> Self:
+        """Create the groups again on the ranks that are left, after `PeerLostError` or `CommTimeoutError`.
+
+        Collective over all ranks that are left: each calls it when a call of its groups has raised. They agree on who
+        is left: all ranks of these groups but those whose process has provably ended, or, once the others have been
+        silent for a third of `timeout_s` (5 s at most), a majority. A rank that fails meanwhile is left out in a
+        further attempt. This record and its groups, the world group too, are destroyed once all have confirmed.
+
+        Members keep the order of their ranks, which are numbered anew without gaps. torch.distributed's own world stays
+        as it was, with the lost ranks: the new groups are none of its groups, as those of `create_stateless_group`.
+
+        Args:
+            layout: Chooses the new layout and the ranks that go on; a pure function, see `LayoutRule`. The default goes
+                on with the replicas of the model that have lost no rank.
+            progress: Any number that the others are to know, such as the last finished step; see `change.progress`.
+            min_members: Refuse to go on with fewer. Equal on all ranks.
+            timeout_s: How long to wait for enough ranks, in seconds; equal on all ranks.
+
+        Returns:
+            The new groups; `change` says what has changed.
+
+        Raises:
+            ExcludedError: The others go on without this rank.
+            DisagreementError: A rank could not go on, with the reason: too few members, no layout, other settings. All
+                of them raise it, and the groups are as they were; `rebuild` may be called again.
+            CommTimeoutError: Too few ranks came in time; `.missing` names the others. As above.
+            UsageError: The members of this world cannot change; see `init_distributed_environment(elastic=True)`.
+            NativeError: The store is gone.
+        """
+        return rebuild(
+            self._membership(),
+            layout,
+            progress,
+            min_members,
+            timeout_s,
+            self._create_again,
+            self._destroy_all,
+        )
+
+    def prepare(
+        self, *, leave: Collection[int] = (), join: int = 0, progress: int = 0, timeout_s: float = 30.0
+    ) -> Plan[Self]:
+        """Agree on a planned change and create its groups, while these serve. Collective over the world.
+
+        *Blocks* until all have called it and `join` processes wait in `join_distributed_environment`; another thread
+        may use these groups meanwhile. `Plan.commit` then takes no longer than an agreement.
+
+        Args:
+            leave: Ranks that leave; whole replicas of the model. Equal on all ranks.
+            join: How many processes join; they form whole replicas behind the others. Equal on all ranks: let one rank
+                ask `pending_members` and send the others what it has found.
+            progress: See `rebuild`.
+            timeout_s: See `rebuild`.
+
+        Raises:
+            UsageError: It is no change, or the members of this world cannot change. Nothing is sent.
+            DisagreementError: A rank could not go on, with the reason, or could not create its groups. All raise it.
+            CommTimeoutError: Ranks did not come, too few wait to join, or a member has ended.
+            NativeError: The store is gone.
+        """
+        return prepare(
+            self._membership(), progress, leave, join, timeout_s, self._create_again, self._destroy_all
+        )
+
+    def pending_members(self, *, timeout_s: float = 30.0) -> int:
+        """Return how many processes wait in `join_distributed_environment`. Not collective; asks the store.
+
+        Raises:
+            UsageError: The members of this world cannot change.
+            CommTimeoutError: The store does not answer within `timeout_s`.
+            NativeError: The store is gone.
+        """
+        return len(joiners.pending(self._membership().world.line().store, "pending_members", timeout_s))
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Destroy the groups. Idempotent."""
+
+    @abstractmethod
+    def with_change(self, change: Change) -> Self:
+        """Return a record of the same groups that says what has changed with them."""
+
+    @abstractmethod
+    def _membership(self) -> Membership:
+        """Return what the others must know of this rank and its groups."""
+
+    @abstractmethod
+    def _create_again(
+        self, own: World, recipe: Recipe, layout: ParallelLayout, create_timeout_s: float
+    ) -> Self:
+        """Create the groups of the next epoch in a world of their own. Collective over that world."""
+
+    @abstractmethod
+    def _destroy_all(self) -> None:
+        """Destroy the groups, and the world group also if `destroy` leaves it alone. Idempotent."""

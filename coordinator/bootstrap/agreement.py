@@ -21,6 +21,7 @@ import torch.distributed as dist
 from coordinator.bootstrap.blocking_calls import ask_store, raise_if_lost, run_interruptibly, torch_error
 from coordinator.settings import differences
 from shm_broadcast.errors import (
+    CapabilityError,
     ClosedError,
     CommError,
     CommTimeoutError,
@@ -43,10 +44,12 @@ WATCH_EVERY_S: Final = 0.3
 # `LONGEST_PAUSE_S`, can read the outcome.
 LINGER_S: Final = 1.0
 # The outcome begins with one of these, or is a JSON list of the missing ranks. COMPLETE is followed by the views of all
-# ranks as JSON, and LEFT by the rank that has left and the name of what interrupted it.
+# ranks as JSON, LEFT by the rank that has left and the name of what interrupted it, and REFUSED by the rank that cannot
+# take part and why.
 COMPLETE: Final = "complete "
 DISSENT: Final = "dissent"
 LEFT: Final = "left "
+REFUSED: Final = "refused "
 # Ctrl-C must interrupt within 0.2 s. A store that answers takes some ms.
 LEAVE_S: Final = 0.15
 # A store that is silent for this long after the deadline counts as hung.
@@ -111,6 +114,7 @@ def agree(
         DisagreementError: Two ranks hold different facts (see `.views`), or two processes claim the same rank.
         CommTimeoutError: Ranks did not join in time; `.missing` names them.
         PeerLostError: A rank died meanwhile, or was interrupted; `.peers` names it.
+        CapabilityError: A rank could not take part; see `decline`.
         NativeError: The store is gone, and no known rank has died.
     """
     where = f"creating {what} (rank {rank})"
@@ -132,6 +136,26 @@ def agree(
         ) from error
     finally:
         agreement.stop.set()
+
+
+def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
+    """Tell the others why this rank takes no part in an agreement, unless they have decided it before.
+
+    Takes up to `LEAVE_S`, and `LINGER_S` for others to read it: this process may serve the store.
+
+    Args:
+        store: As of `agree`, and so the next two.
+        what: What was to be created.
+        rank: This process's global rank.
+        error: The reason.
+    """
+    outcome = REFUSED + msgspec.json.encode((rank, str(error))).decode()
+    # A store that does not answer tells the others nothing. They notice that themselves.
+    with suppress(CommTimeoutError, NativeError):
+        ask_store(
+            lambda: store.compare_set("outcome", "", outcome), f"creating {what} (rank {rank})", LEAVE_S
+        )
+        time.sleep(LINGER_S)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -250,6 +274,12 @@ class _Agreement:
             rank, reason = msgspec.json.decode(outcome.removeprefix(LEFT), type=tuple[int, str])
             return PeerLostError(
                 f"{self._where}: rank {rank} was interrupted ({reason}) and has left", peers=(rank,)
+            )
+        if outcome.startswith(REFUSED):
+            rank, reason = msgspec.json.decode(outcome.removeprefix(REFUSED), type=tuple[int, str])
+            return CapabilityError(
+                f"{self._where}: rank {rank} cannot take part: {reason}",
+                requirement="a rank that can take part",
             )
         missing = msgspec.json.decode(outcome, type=list[int])
         listed = ", ".join(str(rank) for rank in missing)

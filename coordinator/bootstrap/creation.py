@@ -12,7 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement import LINGER_S, View, agree
+from coordinator.bootstrap.agreement import LINGER_S, View, agree, decline
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import own_address
@@ -23,7 +23,7 @@ from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
 from device_comm.health import SLICE_S, failure_of
 from device_comm.registry import communicator_name
-from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.errors import CapabilityError, CommError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
@@ -66,7 +66,8 @@ def create_parts(
         host_ids: Host id of each rank, if already known.
         on_agreed: Called when the ranks have agreed.
     """
-    begin_record(world.store, world.rank, settings)
+    scoped = dist.PrefixStore(f"group_coordinator/{round_name}", world.store)
+    _record(world, settings, scoped, what)
     store, rank, device = world.store, world.rank, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),
@@ -88,7 +89,6 @@ def create_parts(
             started = time.perf_counter()
             # A rank that has died since it joined the world will not join: the others need not wait for it.
             with closing(PeerWatch(own.process, world.processes_of(set(everyone) - {rank}))) as watch:
-                scoped = dist.PrefixStore(f"group_coordinator/{round_name}", store)
                 views = agree(scoped, what, rank, everyone, own, settings.create_timeout_s, watch, agreed)
             _call(to_call)
             agreement_s = time.perf_counter() - started
@@ -114,6 +114,15 @@ def create_parts(
                 unbuilt = [status_store(*each) for each in zip(plans, stores, strict=True)][len(builders) :]
             give_up(builders, error, unbuilt)
             raise
+
+
+def _record(world: World, settings: CoordinatorSettings, scoped: dist.Store, what: str) -> None:
+    """Begin the record of this process; if it cannot, tell those that create `what` with it why."""
+    try:
+        begin_record(world.store, world.rank, settings)
+    except CommError as error:
+        decline(scoped, what, world.rank, error)
+        raise
 
 
 def _nothing() -> None:

@@ -119,7 +119,7 @@ def init_world(
         with clock.phase("rendezvous"):
             rendezvous = _join_rendezvous(world_size, rank, init_method, settings, is_elastic)
         try:
-            processes = _connect(rendezvous, backend, settings, clock)
+            processes = _connect(rendezvous, backend, settings, clock, is_elastic)
         except BaseException:
             rendezvous.leave()
             raise
@@ -382,7 +382,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _connect(
-    rendezvous: Rendezvous, backend: str, settings: CoordinatorSettings, clock: Stopwatch
+    rendezvous: Rendezvous,
+    backend: str,
+    settings: CoordinatorSettings,
+    clock: Stopwatch,
+    is_elastic: bool,
 ) -> dict[int, ProcessIdentity]:
     """Agree on the facts of the world and create its process group; return the ranks' processes."""
     rank, ranks = rendezvous.rank, range(rendezvous.world_size)
@@ -390,6 +394,7 @@ def _connect(
     facts = {
         "world_size": str(rendezvous.world_size),
         "backend": backend,
+        "elastic": str(is_elastic),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
     address = own_address(settings.interface, rendezvous.store)

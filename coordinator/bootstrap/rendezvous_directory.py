@@ -100,14 +100,20 @@ class DirectoryRendezvous:
         """
         self._directory = self._choose_directory()
         generation = self._follow()
-        owner = None if generation is None else _read_owner(generation)
-        if generation is None or owner is None:
-            raise UsageError(f"no run that could be joined goes on in {self._directory}")
+        try:
+            if generation is None:
+                raise FileNotFoundError(errno.ENOENT, "there is no generation")
+            _check_private(generation)
+            owner = _read_owner(generation)
+            if owner is None:
+                raise FileNotFoundError(errno.ENOENT, "the generation has no readable owner file")
+            store = self._open(generation)
+        except OSError as error:
+            raise UsageError(f"no run that could be joined goes on in {self._directory}: {error}") from error
         # Of those that leave, the last one is number `world_size` of the first ranks, with one more for this process.
-        self._world_size = owner.world_size
-        self._generation, self._store = generation, self._open(generation)
-        self._store.add("left", -1)
-        return self._store
+        self._world_size, self._generation, self._store = owner.world_size, generation, store
+        store.add("left", -1)
+        return store
 
     def _open(self, generation: Path) -> dist.Store:
         """Open the store through this process's own link.
@@ -218,15 +224,9 @@ class DirectoryRendezvous:
     def _claim_rank(self, generation: Path) -> str:
         """Claim this rank in `generation`; return "", or why the generation is not the current run's."""
         try:
-            found = generation.lstat()
+            _check_private(generation)
         except OSError:
             return "the last generation was removed"
-        if (
-            not stat.S_ISDIR(found.st_mode)
-            or found.st_uid != os.getuid()
-            or stat.S_IMODE(found.st_mode) != 0o700
-        ):
-            raise UsageError(f"{generation} is not a directory of mode 0700 that belongs to this user")
         owner = _read_owner(generation)
         if owner is None:
             return "the last generation has no readable owner file"
@@ -287,6 +287,13 @@ class DirectoryRendezvous:
             with contextlib.suppress(FileExistsError):
                 pointer.hardlink_to(aside)
         aside.unlink()
+
+
+def _check_private(generation: Path) -> None:
+    """Raise `UsageError` unless nobody else can write into a generation, and `OSError` if it has gone."""
+    found = generation.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        raise UsageError(f"{generation} is not a directory of mode 0700 that belongs to this user")
 
 
 def _has_ended(process: ProcessIdentity) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from coordinator.diagnosis.decoding import decode_page
 from coordinator.elastic.driver import Driver
+from coordinator.elastic.joining import join_distributed_environment
 from coordinator.elastic.layouts import LayoutRule, Placement
 from coordinator.elastic.protocol import Operation, Pause
 from coordinator.errors import (
@@ -324,3 +325,30 @@ def test_a_rank_can_die_at_each_step_of_the_agreement(victim: int) -> None:
     """Whichever rank, and before whichever of its steps."""
     for step in range(STEPS):
         check_death_in_the_agreement(victim, step)
+
+
+def one_is_elastic(rank: int, world_size: int, directory: Path) -> str:
+    with pytest.raises(DisagreementError) as caught:
+        init_distributed_environment(
+            world_size, rank, f"file://{directory}/store", backend="gloo", timeout=10.0, elastic=rank == 0
+        )
+    return str(caught.value)
+
+
+@pytest.mark.guarantee("E7")
+def test_ranks_that_differ_in_elastic_do_not_start() -> None:
+    """Some could rebuild their groups, and would wait for those that cannot."""
+    for text in run_ranks(one_is_elastic, 2):
+        assert "elastic: 'True' (rank 0), 'False' (rank 1)" in text
+
+
+def test_a_run_of_somebody_else_is_not_joined(tmp_path: Path) -> None:
+    """Nor one that is not there: a process that joins trusts what it reads in the directory."""
+    with pytest.raises(UsageError, match="no run that could be joined goes on in"):
+        join_distributed_environment(f"file://{tmp_path}/nothing")
+    (tmp_path / "generation-0123456789abcdef").mkdir(mode=0o755)
+    (tmp_path / "current").write_text("generation-0123456789abcdef")
+    with pytest.raises(UsageError, match="not a directory of mode 0700"):
+        join_distributed_environment(f"file://{tmp_path}")
+    with pytest.raises(UsageError, match="must be a store or file:///DIRECTORY"):
+        join_distributed_environment("tcp://127.0.0.1:1")

@@ -1,12 +1,15 @@
 """Which processes record, and where: the ranks of a run agree on its folder."""
 
 import os
+import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from coordinator.diagnosis.blame.recorded import read_run, run_folders
+from coordinator.errors import CommError
 from coordinator.parallel_state import destroy_distributed_environment, get_world_group
 from coordinator.settings import CoordinatorSettings
 from coordinator.stateless import create_stateless_group
@@ -17,6 +20,9 @@ from tests.planted_faults import FAULTS, RANKS, suffer
 from tests.ports import free_port
 from tests.torch_groups import OURS, torch_world
 from tests.worlds import join_world, world
+
+# Much less than the deadline of the creation.
+PROMPT_S = 20.0
 
 
 def groups_in(record: Path, ranks: int) -> set[str]:
@@ -92,3 +98,23 @@ def test_each_survivor_writes_one_dump(tmp_path: Path) -> None:
     dumps = sorted(name.split("-")[1] for name in os.listdir(folder) if name.endswith(DUMP_SUFFIX))
     assert dumps == ["0", "1", "3"]
     assert [process.source for process in read_run([folder]).processes] == ["dump", "dump", "file", "dump"]
+
+
+def one_cannot_record(rank: int, world_size: int, directory: Path, record: str) -> list[str]:
+    place = f"{record}/open" if rank == 1 else f"{record}/private"
+    began = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        join_world(rank, world_size, directory, record_dir=place)
+    assert time.monotonic() - began < PROMPT_S
+    return [type(caught.value).__name__, str(caught.value)]
+
+
+def test_a_rank_that_cannot_record_tells_the_others_why(tmp_path: Path) -> None:
+    """Its directory is open to other users. Nobody waits until the deadline of the creation."""
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    first, own, last = run_ranks(one_cannot_record, 3, str(tmp_path))
+    assert own[0] == "SettingsError"
+    for kind, text in (first, last):
+        assert kind == "CapabilityError"
+        assert f"rank 1 cannot take part: {own[1]}" in text

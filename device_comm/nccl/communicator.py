@@ -177,9 +177,10 @@ class NcclCommunicator(NcclQueue):
         connection = self._connection
         connection.call = connection.everyone
         connection.entered += 1
+        # Nothing is called from here to the `try`: a handler that strikes would leave the call entered for ever.
         lane, outcome = connection.lane, FAILED
-        lane.begin(_ALL_REDUCE, connection.entered - connection.transfers, count * size, NOBODY)
         try:
+            lane.begin(_ALL_REDUCE, connection.entered - connection.transfers, count * size, NOBODY)
             # Read `hot` only after `entered` is written: see `NcclConnection`.
             comm = connection.hot
             if comm is None:

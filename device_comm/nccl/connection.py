@@ -294,10 +294,11 @@ class NcclConnection:
         self.call = call
         if call.peers is not None:
             self.transfers += 1
+        # Nothing is called from here to the `try`: a handler that strikes would leave the call entered for ever.
         self.entered += 1
         outcome = FAILED
-        self.lane.begin(kind_of(call.name), self.number, nbytes, root)
         try:
+            self.lane.begin(kind_of(call.name), self.number, nbytes, root)
             yield
             outcome = DONE
         finally:

@@ -73,8 +73,9 @@ def init_distributed_environment(
         backend: torch backend of the world: "gloo", "nccl", …; None takes the accelerator's, else "gloo".
         timeout: Deadline of collectives, in seconds or as a `timedelta`; cannot be combined with `settings`.
         settings: Settings of the world group; default: read from the environment.
-        elastic: Whether the members may change; see `ParallelGroups.rebuild`. It takes a store that outlives every
-            rank: that of torchrun's agent, or a directory. A world that exists already is used as it is.
+        elastic: Whether the members may change; see `ParallelGroups.rebuild`. Equal on all ranks. It takes a store that
+            outlives every rank: a directory, or that of torchrun's agent, which however ends all of its workers when
+            one fails. A world that exists already is used as it is.
 
     Raises:
         UsageError: The arguments contradict each other or an existing world, or rank 0 would serve the store of a

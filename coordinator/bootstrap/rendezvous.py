@@ -203,8 +203,8 @@ def join_later(init_method: str) -> tuple[dist.Store, Callable[[], None]]:
 
 def _ends_with_rank_0(init_method: str) -> UsageError:
     return UsageError(
-        f"elastic=True needs a store that outlives every rank, and with {init_method} rank 0 serves it: use torchrun, "
-        "whose agent serves it, or file:///DIRECTORY on one host"
+        f"elastic=True needs a store that outlives every rank, and with {init_method} rank 0 serves it: use "
+        "file:///DIRECTORY on one host, or initialise torch.distributed before with a store that another process serves"
     )
 
 

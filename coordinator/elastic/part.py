@@ -215,6 +215,11 @@ class Part(Generic[Groups]):
             placed = self._placed(members)
         except UsageError as error:
             return f"{me} cannot go on with ranks {list(kept)}: {error}"
+        stranded = {note.rank for note in said.values() if note.rank is not None}.difference(
+            kept, self._leave
+        )
+        if stranded and self.note.rank is not None:
+            return f"rank(s) {sorted(stranded)} would have no whole replica left: let them leave too"
         if placed.ranks != kept:
             return (
                 f"the layout rule chooses ranks {list(placed.ranks)} on {me} and {list(kept)} on another: it must be a "

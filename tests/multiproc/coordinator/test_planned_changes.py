@@ -172,3 +172,26 @@ def test_a_rank_that_dies_before_the_commit_ends_the_change_for_all() -> None:
     """They are told who it was. The one that was to leave is still a member, and goes on with the other."""
     found = run_ranks(dies_before_the_commit, 3, expect_dead=[2])
     assert found[:2] == [["member(s) 2 ended", 0, 1.0, 0.0, 1.0], ["member(s) 2 ended", 1, 1.0, 1.0, 1.0]]
+
+
+def half_a_replica_leaves(rank: int, world_size: int, directory: Path) -> list[Any]:
+    groups = elastic_groups(rank, world_size, directory, tensor=2)
+    with pytest.raises(DisagreementError) as caught:
+        groups.prepare(leave=[3], timeout_s=TIMEOUT_S)
+    after = groups.prepare(leave=[2, 3], timeout_s=TIMEOUT_S).commit()
+    told = str(caught.value).partition(": ")[2]
+    if after is None:
+        destroy_distributed_environment()
+        return [told]
+    found = [told, *use(after), after.tp.ranks]
+    end(after)
+    return found
+
+
+@pytest.mark.guarantee("E8")
+def test_a_rank_that_is_not_named_never_leaves() -> None:
+    """Its replica would lose a rank that leaves, so that the change is refused, until it is named too."""
+    found = run_ranks(half_a_replica_leaves, 4)
+    told = "rank(s) [2] would have no whole replica left: let them leave too"
+    assert found[2:] == [[told], [told]]
+    assert found[:2] == [[told, 1.0, 1.0, 0.0, [0, 1]], [told, 1.0, 1.0, 1.0, [0, 1]]]

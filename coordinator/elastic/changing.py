@@ -12,6 +12,7 @@ from coordinator.elastic.layouts import LayoutRule, drop_replicas
 from coordinator.elastic.part import Change, Recipe
 from coordinator.elastic.rebuilding import Membership, Plan, prepare, rebuild
 from coordinator.layout import ParallelLayout
+from device_comm.health import GroupHealth
 
 __all__ = ["ChangingGroups"]
 
@@ -29,10 +30,11 @@ class ChangingGroups(ABC):
     ) -> Self:
         """Create the groups again on the ranks that are left, after `PeerLostError` or `CommTimeoutError`.
 
-        Collective over all ranks that are left: each calls it when a call of its groups has raised. They agree on who
-        is left: all ranks of these groups but those whose process has provably ended, or, once the others have been
-        silent for a third of `timeout_s` (5 s at most), a majority. A rank that fails meanwhile is left out in a
-        further attempt. This record and its groups, the world group too, are destroyed once all have confirmed.
+        Collective over all ranks that are left: each calls it when a call of its groups has raised. Whoever calls it
+        breaks all of its groups, so that the calls of the other ranks raise too. They agree on who is left: all ranks
+        of these groups but those whose process has provably ended, or, once the others have been silent for a third of
+        `timeout_s` (5 s at most), a majority. A rank that fails meanwhile is left out in a further attempt. This record
+        and its groups, the world group too, are destroyed once all have confirmed.
 
         Members keep the order of their ranks, which are numbered anew without gaps. torch.distributed's own world stays
         as it was, with the lost ranks: the new groups are none of its groups, as those of `create_stateless_group`.
@@ -63,6 +65,7 @@ class ChangingGroups(ABC):
             timeout_s,
             self._create_again,
             self._destroy_all,
+            self._healths(),
         )
 
     def prepare(
@@ -111,6 +114,10 @@ class ChangingGroups(ABC):
     @abstractmethod
     def _membership(self) -> Membership:
         """Return what the others must know of this rank and its groups."""
+
+    @abstractmethod
+    def _healths(self) -> list[GroupHealth]:
+        """Return whether the groups can be used, for all that `_destroy_all` destroys."""
 
     @abstractmethod
     def _create_again(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Generic, Literal
 
@@ -14,8 +14,10 @@ from coordinator.elastic.driver import Deadlines, Driver
 from coordinator.elastic.layouts import LayoutRule, drop_replicas
 from coordinator.elastic.part import Change, Groups, Note, Part, Recipe, settings_facts
 from coordinator.elastic.protocol import Complete, Excluded, Prepared, Refused
+from coordinator.elastic.revoking import revoke
 from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings
+from device_comm.health import GroupHealth
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, ExcludedError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
 
@@ -87,9 +89,11 @@ def rebuild(
     timeout_s: float,
     create: Create[Groups],
     tear_down: Callable[[], None],
+    healths: Sequence[GroupHealth],
 ) -> Groups:
     """Agree with the other ranks on who is left, and create their groups. See `ParallelGroups.rebuild`."""
     line = old.world.line()
+    revoke(healths)
     note = old.note(progress, f"rebuild with min_members={min_members}", timeout_s)
     where = f"rebuild (rank {old.world.rank} of epoch {line.epoch})"
     choices = {"rule": rule, "min_members": min_members}

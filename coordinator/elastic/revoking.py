@@ -1,0 +1,28 @@
+"""Revoke groups: who waits in one of them for a rank that has given them up comes to the agreement, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from device_comm.health import FailureRecord, GroupHealth
+from shm_broadcast.errors import GroupBrokenError
+
+__all__ = ["revoke"]
+
+
+def revoke(healths: Sequence[GroupHealth]) -> None:
+    """Break those of a rank's groups that no failure has broken yet; their other ranks raise in their next calls.
+
+    A failure breaks the groups that have a call of the lost rank. A rank that shares another group with this one would
+    wait there for a rank that does not come any more. It gets the failure that this rank has found first; if this rank
+    has found none, `PeerLostError` with this rank as the one that has given the group up.
+    """
+    known = next((health.failure_record for health in healths if health.failure_record is not None), None)
+    for health in healths:
+        if health.is_broken or health.is_closed or len(health.ranks) == 1:
+            continue
+        text = f"{health.where('rebuild')}: this rank has given the group up, to create it again"
+        record = known or FailureRecord(
+            "interrupted", (health.rank,), health.rank, "rebuild", detail=f"{health.rank} (rebuild)"
+        )
+        health.fail(GroupBrokenError(text), "rebuild", record)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from coordinator.diagnosis.blame.members import Job, Node, key_of
 from coordinator.diagnosis.blame.wait_graph import WaitGraph
+from coordinator.diagnosis.queues import Ring
 
 __all__ = ["deaths"]
 
@@ -64,7 +65,19 @@ def _missed(job: Job) -> dict[Node, list[str]]:
 
 
 def _has_left_all(job: Job, node: Node) -> bool:
-    return all(group.state in ("left", "free") for group in job.processes[node].page.groups)
+    page = job.processes[node].page
+    if not page.groups:
+        return not any(_is_open(job, ring, node) for ring in job.rings)
+    return all(group.state in ("left", "free") for group in page.groups)
+
+
+def _is_open(job: Job, ring: Ring, node: Node) -> bool:
+    """Return whether a process has ended without closing its end of a queue."""
+    if ring.is_closed or ring.fault:
+        return False
+    return job.end_of(ring.rank, ring.pid) == node or any(
+        reader.state == "attached" and job.end_of(reader.rank, reader.pid) == node for reader in ring.readers
+    )
 
 
 def _has_seen_failure(job: Job, node: Node) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import msgspec
 
 from coordinator.diagnosis.blame.evidence import Evidence, Process, ProcessState
 from coordinator.diagnosis.blame.members import key_of, newest_groups
-from coordinator.diagnosis.model import Lane
+from coordinator.diagnosis.model import Lane, Queue
+from coordinator.diagnosis.queues import Ring
 from coordinator.diagnosis.top.sampling import Sample, Sampler, Seen
 from shm_broadcast.errors import UsageError
 from shm_broadcast.status.layout import TABLES
@@ -28,7 +29,7 @@ def look_at_jobs(pids: Iterable[int], waiting_s: float) -> tuple[Evidence, ...]:
         waiting_s: A call counts as a wait if it goes on for this long, in seconds.
 
     Raises:
-        UsageError: None of them has a group and a page that can be read.
+        UsageError: None of them has a group or a queue, and a page that can be read.
     """
     sampler = Sampler()
     try:
@@ -46,22 +47,30 @@ def look_at_jobs(pids: Iterable[int], waiting_s: float) -> tuple[Evidence, ...]:
     if not jobs:
         which = f"process {', '.join(map(str, sorted(wanted)))}" if wanted else "process of this host"
         refused = f"; {len(now.refused)} could not be read" if now.refused else ""
-        raise UsageError(f"no {which} has a group and a status page{refused}")
+        raise UsageError(f"no {which} has a group or a queue, and a status page{refused}")
     return tuple(evidence_of(before, now, job, waiting_s) for job in jobs)
 
 
 def jobs_of(seen: Iterable[Seen]) -> list[list[Seen]]:
-    """Return the processes with groups, by their jobs.
+    """Return the processes with groups or queues, by their jobs.
 
     The ranks of a group keep each other's pages. Others that have pages open, as whoever reads them does, have no group
-    in common with their owners, and join no jobs.
+    in common with their owners, and join no jobs. Who has no group, as the core of an engine, belongs to each job with
+    which it has a queue.
     """
+    seen = list(seen)
     jobs: list[list[Seen]] = []
     for each in seen:
         if each.page.groups:
             linked = [job for job in jobs if any(_are_linked(each, other) for other in job)]
             jobs = [job for job in jobs if job not in linked]
             jobs.append([each, *(other for job in linked for other in job)])
+    without = [each for each in seen if not each.page.groups and each.page.queues]
+    for job in jobs:
+        _draw_in(job, without)
+    while without := [each for each in without if not any(each in job for job in jobs)]:
+        jobs.append([without[0]])
+        _draw_in(jobs[-1], without[1:])
     for job in jobs:
         job.sort(key=lambda each: (each.page.rank is None, each.page.rank or 0, each.page.pid))
     return jobs
@@ -75,6 +84,24 @@ def _are_linked(one: Seen, other: Seen) -> bool:
     return any(groups.get(key_of(group), group.place) != group.place for group in other.page.groups)
 
 
+def _draw_in(job: list[Seen], others: Sequence[Seen]) -> None:
+    """Add to a job those of `others` that write to it or read from it, directly or by another one of them."""
+    while True:
+        places = {_place(end) for each in job for end in each.page.queues}
+        found = [
+            each
+            for each in others
+            if each not in job and any(_place(end) in places for end in each.page.queues)
+        ]
+        if not found:
+            return
+        job += found
+
+
+def _place(end: Queue) -> tuple[int, int]:
+    return end.inode, end.offset
+
+
 def evidence_of(before: Sample, now: Sample, seen: Sequence[Seen], waiting_s: float) -> Evidence:
     """Return what two looks say of the processes `seen` of one job; see `look_at_jobs`."""
     begun = {
@@ -83,14 +110,12 @@ def evidence_of(before: Sample, now: Sample, seen: Sequence[Seen], waiting_s: fl
         for group in newest_groups(each.page)
         for index, lane in enumerate(group.lanes)
     }
-    processes = tuple(_process(each, begun, now.at_ns, waiting_s) for each in seen)
+    stopped = {(each.page.pid, each.page.start_ticks) for each in before.seen if _state(each) == "stopped"}
+    processes = tuple(_process(each, begun, stopped, now.at_ns, waiting_s) for each in seen)
     pids = {each.page.pid for each in seen}
     waited = {(ring.inode, ring.offset): ring for ring in before.rings}
     rings = tuple(
-        msgspec.structs.replace(
-            ring,
-            writer_waits=ring.writer_waits and waited[ring.inode, ring.offset].writer_waits,
-        )
+        _waited(waited[ring.inode, ring.offset], ring, now.at_ns - waiting_s * 1e9)
         for ring in now.rings
         if (ring.inode, ring.offset) in waited
         and (ring.pid in pids or any(reader.pid in pids for reader in ring.readers))
@@ -102,8 +127,27 @@ def evidence_of(before: Sample, now: Sample, seen: Sequence[Seen], waiting_s: fl
     return Evidence(processes, rings, _ended(processes) if is_all_seen else {}, tuple(unseen))
 
 
+def _waited(before: Ring, now: Ring, until_ns: float) -> Ring:
+    """Return what a queue is now, with the waits that it had before too.
+
+    A reader waits for work only if nothing was published since `until_ns`.
+    """
+    still = {reader.place for reader in before.readers if reader.waits and now.published_ns <= until_ns}
+    readers = tuple(
+        msgspec.structs.replace(reader, waits=reader.waits and reader.place in still)
+        for reader in now.readers
+    )
+    return msgspec.structs.replace(
+        now, writer_waits=now.writer_waits and before.writer_waits, readers=readers
+    )
+
+
 def _process(
-    seen: Seen, begun: Mapping[tuple[int, int, str, int], int], at_ns: int, waiting_s: float
+    seen: Seen,
+    begun: Mapping[tuple[int, int, str, int], int],
+    stopped: Container[tuple[int, int]],
+    at_ns: int,
+    waiting_s: float,
 ) -> Process:
     now_ns = at_ns - seen.shift_ns
     settling = frozenset(
@@ -114,7 +158,11 @@ def _process(
             lane, begun.get((seen.page.pid, seen.page.start_ticks, group.name, index)), now_ns, waiting_s
         )
     )
-    return Process(seen.page, "live", _state(seen), now_ns, settling=settling)
+    state = _state(seen)
+    # A debugger or a profiler stops a process for a moment.
+    if state == "stopped" and (seen.page.pid, seen.page.start_ticks) not in stopped:
+        state = "alive"
+    return Process(seen.page, "live", state, now_ns, settling=settling)
 
 
 def _is_wait(lane: Lane, begun_ns: int | None, now_ns: int, waiting_s: float) -> bool:

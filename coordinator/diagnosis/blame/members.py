@@ -99,12 +99,9 @@ class Job:
         ]
         self.waits: list[tuple[Wait, ...]] = [tuple(_waits(process)) for process in self.processes]
 
-    def rank(self, node: Node) -> int:
-        """Return the rank of a process in the world."""
-        if node < 0:
-            return -1 - node
-        rank = self.processes[node].page.rank
-        return -1 if rank is None else rank
+    def rank(self, node: Node) -> int | None:
+        """Return the rank of a process in the world; None if it has none."""
+        return -1 - node if node < 0 else self.processes[node].page.rank
 
     def member(self, group: Group, place: int) -> Node:
         """Return which process has a place in a group."""
@@ -115,10 +112,18 @@ class Job:
         return self._by_rank.get(rank, -1 - rank)
 
     def end_of(self, rank: int | None, pid: int | None) -> Node | None:
-        """Return the process at an end of a queue; None if no page shows it."""
-        if rank is not None:
-            return self._by_rank.get(rank)
-        return next((node for node, each in enumerate(self.processes) if each.page.pid == pid), None)
+        """Return the process at an end of a queue; None if it is none of this job, or no page shows it."""
+        if pid is None:
+            return None
+        # The engine that writes to the ranks of one job may be a rank of another one.
+        return next(
+            (
+                node
+                for node, each in enumerate(self.processes)
+                if (each.page.rank, each.page.pid) == (rank, pid)
+            ),
+            None,
+        )
 
     def group_of(self, node: Node, key: GroupKey) -> Group | None:
         """Return what a process says of a group; None if it says nothing."""
@@ -149,17 +154,30 @@ class Job:
         if node < 0:
             return Culprit(-1 - node, None, "", what or "its page and its dump are missing")
         page = self.processes[node].page
-        return Culprit(self.rank(node), page.pid, page.hostname, what or self.doing(node))
+        role = "" if page.rank is not None else self.role(node)
+        return Culprit(page.rank, page.pid, page.hostname, what or self.doing(node), role)
 
     def name(self, node: Node) -> str:
-        """Return `rank 2`."""
-        return f"rank {self.rank(node)}"
+        """Return `rank 2`, or `process 4242` for one without a rank."""
+        rank = self.rank(node)
+        return f"process {self.processes[node].page.pid}" if rank is None else f"rank {rank}"
+
+    def role(self, node: Node) -> str:
+        """Return what a process is that has no rank: `writer of queue 'steps'`."""
+        queues = self.processes[node].page.queues
+        for end, role in ((-1, "writer"), (0, "reader")):
+            names = sorted({repr(queue.name) for queue in queues if min(queue.reader, 0) == end})
+            if names:
+                return f"{role} of queue{'s' * (len(names) > 1)} {', '.join(names)}"
+        return "process without a rank"
 
     def doing(self, node: Node) -> str:
         """Return what a process does, or did last."""
         if node < 0:
             return "nothing was seen of it"
         process = self.processes[node]
+        if not process.page.groups:
+            return self._doing_outside(node)
         state = "stopped, " if process.state == "stopped" else ""
         for key, position in self.positions[node].items():
             if position.blocked is not None:
@@ -187,6 +205,16 @@ class Job:
         if all(group.state == "left" for group in process.page.groups):
             where = "in no group any more"
         return f"{state}{where}{_for(process, end_ns)}; its last was {text}"
+
+    def _doing_outside(self, node: Node) -> str:
+        """Return what a process does that is in no group."""
+        process = self.processes[node]
+        written = [ring for ring in self.rings if self.end_of(ring.rank, ring.pid) == node and ring.messages]
+        told = [process.state, "in no group"]
+        if written:
+            last = max(written, key=lambda ring: ring.published_ns)
+            told.append(f"wrote message #{last.messages} of {last.name!r}{_ago(process, last.published_ns)}")
+        return ", ".join(told)
 
     def is_outside(self, node: Node) -> bool:
         """Return whether a process is in no call that it was seen in."""
@@ -232,9 +260,15 @@ def operation_of(failure: Failure) -> tuple[str, int]:
 
 def _for(process: Process, since_ns: int) -> str:
     """Return ` for 12.3 s`, on the clock of the process's own host; nothing if that is not known."""
+    ago = _ago(process, since_ns)
+    return f" for{ago.removesuffix(' ago')}" if ago else ""
+
+
+def _ago(process: Process, since_ns: int) -> str:
+    """Return ` 12.3 s ago`, as `_for`."""
     if not process.now_ns or not since_ns or process.now_ns < since_ns:
         return ""
-    return f" for {(process.now_ns - since_ns) / 1e9:.1f} s"
+    return f" {(process.now_ns - since_ns) / 1e9:.1f} s ago"
 
 
 def _key(process: Process, group: Group, plane: str, algorithm: str) -> LaneKey:

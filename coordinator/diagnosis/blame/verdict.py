@@ -23,24 +23,27 @@ _TITLES = {
 
 
 class Culprit(msgspec.Struct, frozen=True):
-    """A rank that is named.
+    """A process that is named: a rank, or one that only writes or reads queues, as the core of an engine does.
 
     Attributes:
-        rank: In the world.
+        rank: In the world; None if it has none.
         pid: Of its process, in its own PID namespace; None if nothing was seen of it.
         host: Name of its host; empty if nothing was seen of it.
         what: What it does, did last, or called.
+        role: What a process without a rank is to the ranks, such as "writer of queue 'steps'"; empty for a rank.
     """
 
-    rank: int
+    rank: int | None
     pid: int | None
     host: str
     what: str
+    role: str = ""
 
     def __str__(self) -> str:
-        """Return `rank 2 (pid 4242 on node1): …`."""
+        """Return `rank 2 (pid 4242 on node1): …`, or `writer of queue 'steps' (pid 4242 on node1): …`."""
         where = "of which nothing was seen" if self.pid is None else f"pid {self.pid} on {self.host}"
-        return f"rank {self.rank} ({where}): {self.what}"
+        who = self.role if self.rank is None else f"rank {self.rank}"
+        return f"{who} ({where}): {self.what}"
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -66,8 +69,8 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that are named."""
-        return tuple(culprit.rank for culprit in self.culprits)
+        """Return the ranks that are named; a process without a rank is among the `culprits` alone."""
+        return tuple(culprit.rank for culprit in self.culprits if culprit.rank is not None)
 
     @property
     def title(self) -> str:

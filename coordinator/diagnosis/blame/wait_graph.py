@@ -38,7 +38,8 @@ class Edge(NamedTuple):
         number: Its number; 0 for a call between two ranks or on a queue.
         group: Its group, or the queue.
         plane: Its plane; empty for a queue.
-        is_idle: Whether this is the wait of a reader for work, which is nobody's fault by itself.
+        is_idle: Whether this is the wait of a reader for work, which is nobody's fault by itself, unless the writer is
+            stopped.
     """
 
     source: Node
@@ -75,6 +76,8 @@ class WaitGraph:
         for edge in _queue_edges(job):
             if _may_wait(job.processes[edge.source]):
                 self.edges.setdefault(edge.source, []).append(edge)
+        for edge in list(self._premature()):
+            self.edges[edge.source].remove(edge)
 
     def _collectives(self, node: Node) -> Iterator[Edge]:
         for key, position in self._job.positions[node].items():
@@ -103,6 +106,39 @@ class WaitGraph:
             theirs = job.positions[other].get(key)
             if theirs is None or theirs.reached < lane.number:
                 found.append(other)
+        return found
+
+    def _premature(self) -> Iterator[Edge]:
+        """Return the waits for work of readers that have left a call out.
+
+        Another reader of that queue has the same messages and waits in a call for this one, and the writer waits for
+        that other reader: it cannot write the work that this one waits for.
+        """
+        for ring in self._job.rings:
+            writer = self._job.end_of(ring.rank, ring.pid)
+            ends = (self._job.end_of(reader.rank, reader.pid) for reader in ring.readers)
+            readers = {node for node in ends if node is not None and node != writer}
+            behind = self._behind(writer)
+            awaited = {
+                edge.target
+                for node in readers & behind
+                for edge in self.edges.get(node, [])
+                if not edge.is_idle
+            }
+            for node in readers & awaited:
+                for edge in self.edges.get(node, []):
+                    if edge.is_idle and (edge.target, edge.group) == (writer, ring.name):
+                        yield edge
+
+    def _behind(self, node: Node | None) -> set[Node]:
+        """Return the processes for which a process waits, through others too."""
+        found: set[Node] = set()
+        todo = [] if node is None else [node]
+        while todo:
+            for edge in self.edges.get(todo.pop(), []):
+                if edge.target not in found:
+                    found.add(edge.target)
+                    todo.append(edge.target)
         return found
 
     def reachable(self) -> set[Node]:
@@ -208,7 +244,8 @@ def _queue_edges(job: Job) -> Iterator[Edge]:
             if node is None or node == writer:
                 continue
             if reader.waits and not reader.behind_bytes and not ring.is_closed:
-                yield Edge(node, writer, "dequeue", 0, ring.name, "", is_idle=True)
+                is_idle = job.processes[writer].state != "stopped"
+                yield Edge(node, writer, "dequeue", 0, ring.name, "", is_idle)
             if reader in slow:
                 yield Edge(writer, node, "enqueue", 0, ring.name, "")
 

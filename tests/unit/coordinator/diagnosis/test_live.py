@@ -9,6 +9,7 @@ from coordinator.diagnosis.blame.analysis import judge
 from coordinator.diagnosis.blame.live import evidence_of, jobs_of
 from coordinator.diagnosis.model import Page
 from coordinator.diagnosis.processes import Process
+from coordinator.diagnosis.queues import Reader, Ring
 from coordinator.diagnosis.top.sampling import Sample, Seen
 from tests.fake_pages import SECOND, FakeRank
 
@@ -61,6 +62,29 @@ def test_jobs_are_told_apart_by_who_keeps_whose_page(dead: int | None) -> None:
     assert found == [[7], [100, 101, 102], [200, 201, 202]]
 
 
+def without_group(pid: int, *queues: tuple[int, int]) -> Seen:
+    """Return a process that has ends of queues alone, each as (inode, place)."""
+    page = FakeRank(0, 1)
+    for inode, place in queues:
+        page.queue(f"queue {inode}", inode, place)
+    return seen(msgspec.structs.replace(page.page(), pid=pid, rank=None, world_size=0), pid, [pid])
+
+
+def test_who_has_queues_alone_belongs_to_each_job_with_which_it_has_one() -> None:
+    """An engine writes to two jobs and is in both, so is the process behind it; two without groups are a job too."""
+    jobs = [job(100), job(200)]
+    for number, each in enumerate(jobs):
+        page = msgspec.structs.replace(
+            each[0].page, queues=FakeRank(0, 3).queue("steps", 10 + number, 0).page().queues
+        )
+        each[0] = msgspec.structs.replace(each[0], page=page)
+    engine = without_group(7, (10, -1), (11, -1), (12, 0))
+    both = [*jobs[0], *jobs[1], engine, without_group(8, (12, -1)), without_group(9)]
+    both += [without_group(5, (20, -1)), without_group(6, (20, 0))]
+    found = sorted([each.page.pid for each in found] for found in jobs_of(both))
+    assert found == [[5, 6], [100, 101, 102, 7, 8], [200, 201, 202, 7, 8]]
+
+
 def look(pages: Sequence[Seen]) -> Sample:
     """Return one look."""
     return Sample(at_ns=AT_NS, seen=tuple(pages), rings=(), refused=(), faults={})
@@ -107,6 +131,35 @@ def test_the_states_of_processes_come_from_the_kernel() -> None:
     ]
     evidence = evidence_of(look(pages), look(pages), pages, 1.0)
     assert [process.state for process in evidence.processes] == ["stopped", "dead", "dead", "alive"]
+
+
+def test_who_is_stopped_in_one_look_alone_is_not_stopped() -> None:
+    """A debugger or a profiler has stopped it for a moment."""
+    page = ranks(1)[0].page()
+    moving, stopped = (look([seen(page, 100, [100], state)]) for state in "St")
+    assert evidence_of(moving, stopped, stopped.seen, 1.0).processes[0].state == "alive"
+    assert evidence_of(stopped, moving, moving.seen, 1.0).processes[0].state == "alive"
+    assert evidence_of(stopped, stopped, stopped.seen, 1.0).processes[0].state == "stopped"
+
+
+@pytest.mark.guarantee("W3")
+@pytest.mark.parametrize(
+    ("waited_before", "silent_s", "waits"), [(True, 5, True), (False, 5, False), (True, 0.5, False)]
+)
+def test_a_reader_waits_that_waits_in_both_looks_for_what_is_long_not_there(
+    waited_before: bool, silent_s: float, waits: bool
+) -> None:
+    """Nothing was published for the time of a wait."""
+
+    def rings(reader_waits: bool) -> Sample:
+        reader = Reader(0, 4000, 0, "attached", 0, 0, 1, reader_waits)
+        published_ns = AT_NS - int(silent_s * SECOND)
+        ring = Ring("steps", False, 5, 0, 7, None, 1000, 1, published_ns, readers=(reader,))
+        return msgspec.structs.replace(look([seen(ranks(1)[0].page(), 100, [100])]), rings=(ring,))
+
+    now = rings(True)
+    (ring,) = evidence_of(rings(waited_before), now, now.seen, 1.0).rings
+    assert [reader.waits for reader in ring.readers] == [waits]
 
 
 @pytest.mark.guarantee("W2")

@@ -197,8 +197,13 @@ def join_later(init_method: str) -> tuple[dist.Store, Callable[[], None]]:
         raise UsageError(f"store is {init_method!r}, but must be a store or file:///DIRECTORY")
     rendezvous = DirectoryRendezvous(path, -1, 0)
     store = rendezvous.join_later()
-    # A process that has joined leaves when all others have, or before.
-    return store, rendezvous.leave
+
+    def leave() -> None:
+        atexit.unregister(leave)
+        rendezvous.leave()
+
+    atexit.register(leave)
+    return store, leave
 
 
 def _ends_with_rank_0(init_method: str) -> UsageError:

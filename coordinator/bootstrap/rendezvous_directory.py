@@ -3,7 +3,8 @@
 Each run uses its own generation: a new directory of mode 0700 with a FileStore in it. A FileStore survives a hard exit,
 so a later run that reused it would see old keys. Rank 0 creates the generation and then moves a pointer to it into
 place. The others follow the pointer, check that rank 0 is alive, and claim their rank, which is possible once per
-generation. The last rank to leave removes the generation; rank 0 of a later run removes those whose owner is dead.
+generation. The last rank to leave removes the generation; rank 0 of a later run removes those of which no process is
+left.
 
 The caller passes a directory, or a path as torch takes it: of nothing yet, or of a file, which may be empty or hold the
 store of an earlier run. Nothing yet becomes a directory, which the last rank to leave removes again. Beside a file we
@@ -12,6 +13,9 @@ make a directory of our own, whose name is that of the file and a suffix; the fi
 Each process opens the store through its own hard link and removes the link when it leaves. A FileStore's destructor,
 which runs whenever the object is collected, checks that its file exists and then opens it to record its exit. If the
 file is removed between the two steps, the destructor waits five minutes for it while holding the interpreter lock.
+
+The name of a link says which process has made it. So the last one to leave is known also if others were killed, and a
+process that joins a run later removes the links of those.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ _PREFIX: Final = "generation-"
 # Added to the path of a file, it is the path of the directory in which the ranks meet.
 _BESIDE: Final = ".group_coordinator"
 _NAME: Final = re.compile(r"generation-[0-9a-f]{16}\Z")
+# store-RANK-NAMESPACE.PID.TICKS.RANDOM, with "joined" for the rank of a process that has joined later.
+_LINK: Final = re.compile(r"store-(?:\d+|joined)-(\d+)\.(\d+)\.(\d+)\.[0-9a-f]{16}\Z")
 _TRIES: Final = 10
 # Pauses between two polls, growing by 1.2: rank 0 usually comes within milliseconds.
 _FIRST_PAUSE_S: Final = 0.0003
@@ -67,7 +73,7 @@ class DirectoryRendezvous:
 
         Args:
             path: Of a directory, a regular file, or nothing yet. Equal on all ranks.
-            rank: This process's rank.
+            rank: This process's rank; -1 for one that joins later.
             world_size: The number of ranks.
         """
         self._path = path
@@ -87,7 +93,8 @@ class DirectoryRendezvous:
         """
         self._generation = self._create() if self._rank == 0 else self._find(timeout_s)
         if self._store is None:
-            self._store = self._open(self._generation)
+            self._link_store(self._generation)
+            self._store = self._open()
         return self._store
 
     def join_later(self) -> dist.Store:
@@ -104,28 +111,40 @@ class DirectoryRendezvous:
             if generation is None:
                 raise FileNotFoundError(errno.ENOENT, "there is no generation")
             _check_private(generation)
-            owner = _read_owner(generation)
-            if owner is None:
+            if _read_owner(generation) is None:
                 raise FileNotFoundError(errno.ENOENT, "the generation has no readable owner file")
-            store = self._open(generation)
+            self._link_store(generation)
+            if self._follow() != generation:
+                # The last process to leave looks for links once more behind it: either that one or this one removes it.
+                self._let_go(generation)
+                raise FileNotFoundError(errno.ENOENT, "the last process has just left the generation")
+            if all(_has_ended(process) for link, process in _links(generation) if link != self._link):
+                self._let_go(generation)
+                raise FileNotFoundError(errno.ENOENT, "all processes of the last generation have ended")
         except OSError as error:
             raise UsageError(f"no run that could be joined goes on in {self._directory}: {error}") from error
-        # Of those that leave, the last one is number `world_size` of the first ranks, with one more for this process.
-        self._world_size, self._generation, self._store = owner.world_size, generation, store
-        store.add("left", -1)
-        return store
+        for link, process in _links(generation):
+            if _has_ended(process):
+                link.unlink(missing_ok=True)
+        self._generation, self._store = generation, self._open()
+        return self._store
 
-    def _open(self, generation: Path) -> dist.Store:
-        """Open the store through this process's own link.
+    def _link_store(self, generation: Path) -> None:
+        """Make this process's own link to the store, which says that it uses the generation.
 
         Raises:
             OSError: The generation was removed.
         """
         self._unlink()
-        link = generation / f"store-{self._rank}-{secrets.token_hex(8)}"
+        own = this_process()
+        rank = "joined" if self._rank < 0 else self._rank
+        token = f"{own.pid_namespace}.{own.pid}.{own.start_ticks}.{secrets.token_hex(8)}"
+        link = generation / f"store-{rank}-{token}"
         link.hardlink_to(generation / "store")
         self._link = link
-        return dist.FileStore(str(link), -1)
+
+    def _open(self) -> dist.Store:
+        return dist.FileStore(str(self._link), -1)
 
     def _unlink(self) -> None:
         """Remove this process's link, before the store is finalised."""
@@ -189,7 +208,8 @@ class DirectoryRendezvous:
             owner = _read_owner(path)
             if owner is not None:
                 made |= owner.made_directory
-                if _has_ended(owner.process):
+                # Ranks of an elastic run go on without the one that made the generation.
+                if _has_ended(owner.process) and not _is_used(path):
                     shutil.rmtree(path, ignore_errors=True)
         return made
 
@@ -240,14 +260,16 @@ class DirectoryRendezvous:
                 f"rank {self._rank} with {self._world_size}"
             )
         try:
-            # The claim is a file, not a key: a query to a store whose file disappears waits five minutes for it. A
-            # claimed rank keeps the generation from being removed.
+            # The link keeps the generation from being removed.
+            self._link_store(generation)
+            # The claim is a file, not a key: a query to a store whose file disappears waits five minutes for it.
             (generation / f"rank-{self._rank}").touch(mode=0o600, exist_ok=False)
-            self._store = self._open(generation)
         except FileExistsError:
+            self._let_go(generation)
             return f"another process has already joined the last generation as rank {self._rank}"
         except OSError:
             return "the last generation was removed"
+        self._store = self._open()
         return ""
 
     def _is_past(self, generation: Path, world_size: int) -> bool:
@@ -258,21 +280,25 @@ class DirectoryRendezvous:
         return is_full or self._follow() != generation
 
     def leave(self) -> None:
-        """Leave the generation; the last rank to leave removes it."""
-        generation, store = self._generation, self._store
+        """Leave the generation; the last process to leave removes it."""
+        generation = self._generation
         self._generation = self._store = None
-        if generation is None or store is None:
+        if generation is not None:
+            self._let_go(generation)
+
+    def _let_go(self, generation: Path) -> None:
+        """Stop using a generation; remove it if all of its ranks have come, and no process uses it any more."""
+        self._unlink()
+        owner = _read_owner(generation)
+        if owner is None or _is_used(generation) or not _is_full(generation, owner.world_size):
             return
-        try:
-            if generation.exists() and store.add("left", 1) == self._world_size:
-                owner = _read_owner(generation)
-                self._remove_pointer(generation)
-                shutil.rmtree(generation, ignore_errors=True)
-                if owner is not None and owner.made_directory:
-                    with contextlib.suppress(OSError):  # another run is using it
-                        self._directory.rmdir()
-        finally:
-            self._unlink()
+        self._remove_pointer(generation)
+        if _is_used(generation):
+            return  # a process that joins has come before: it finds no pointer, and lets go in its turn
+        shutil.rmtree(generation, ignore_errors=True)
+        if owner.made_directory:
+            with contextlib.suppress(OSError):  # another run is using it
+                self._directory.rmdir()
 
     def _remove_pointer(self, generation: Path) -> None:
         """Remove the pointer if it leads to `generation`; rank 0 may be replacing it concurrently."""
@@ -300,6 +326,29 @@ def _has_ended(process: ProcessIdentity) -> bool:
     """Return whether a process is known to have ended: this process sees that, or the host has booted since."""
     own = this_process()
     return not own.on_same_host(process) or (own.sees(process) and process_state(process) == "dead")
+
+
+def _links(generation: Path) -> list[tuple[Path, ProcessIdentity]]:
+    """Return the links of the processes that use a generation on this host, and of those that were killed."""
+    own = this_process()
+    found = []
+    for path in generation.glob("store-*"):
+        match = _LINK.match(path.name)
+        if match is not None:
+            namespace, pid, ticks = map(int, match.groups())
+            identity = msgspec.structs.replace(own, pid_namespace=namespace, pid=pid, start_ticks=ticks)
+            found.append((path, identity))
+    return found
+
+
+def _is_used(generation: Path) -> bool:
+    """Return whether a process uses a generation that is not known to have ended."""
+    return any(not _has_ended(process) for _, process in _links(generation))
+
+
+def _is_full(generation: Path, world_size: int) -> bool:
+    """Return whether all of a generation's first ranks have come."""
+    return all((generation / f"rank-{rank}").exists() for rank in range(1, world_size))
 
 
 def _read_owner(generation: Path) -> Owner | None:

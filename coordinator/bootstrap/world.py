@@ -118,6 +118,18 @@ class World:
         """Return the processes of `ranks` as far as they are known."""
         return {rank: process for rank, process in self.processes().items() if rank in ranks}
 
+    def hand_over(self) -> Callable[[], None]:
+        """Return what lets go of the store, which the world of the next epoch uses too; `leave` does not do so then."""
+        leave = self._leave or _nothing
+        if not self.is_torch:
+            self._leave = _nothing
+        return leave
+
+    def take_over(self, leave: Callable[[], None]) -> None:
+        """Let `leave` let go of the store. Does nothing in the world of torch."""
+        if not self.is_torch:
+            self._leave = leave
+
     def leave(self) -> None:
         """Leave a world of our own and let go of its store. Idempotent; does nothing in the world of torch."""
         store, leave = self._store, self._leave

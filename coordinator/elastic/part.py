@@ -126,6 +126,7 @@ class Part(Generic[Groups]):
         leave: Collection[int] = (),
         pending: Callable[[], Sequence[int]] = tuple,
         joins: int = 0,
+        old: World | None = None,
         leave_store: Callable[[], None] | None = None,
     ) -> None:
         """Do nothing yet.
@@ -141,7 +142,8 @@ class Part(Generic[Groups]):
             leave: Ranks that leave.
             pending: Returns the members that wait to join, by the order in which they came.
             joins: How many of these are to join.
-            leave_store: Lets go of the store of a process that joins.
+            old: The world of the last epoch; None for a process that joins.
+            leave_store: Lets go of the store of a process that joins, once the groups that it gets are destroyed.
         """
         self.line: Line = line
         self.note: Note = note
@@ -153,7 +155,9 @@ class Part(Generic[Groups]):
         self._leave = frozenset(leave)
         self._pending = pending
         self._joins = joins
-        self._leave_store = leave_store or _nothing
+        self._old = old
+        # Set while neither the groups of the last epoch nor those of the next one let go of the store.
+        self._leave_store = leave_store
         self._joining: PeerWatch | None = None
         self._made: Groups | None = None
         self._world: World | None = None
@@ -241,7 +245,9 @@ class Part(Generic[Groups]):
         raise UsageError("nobody of the last epoch goes on")
 
     def tear_down(self) -> None:
-        """Destroy the groups of the last epoch."""
+        """Destroy the groups of the last epoch, but keep the store."""
+        if self._old is not None and self._leave_store is None:
+            self._leave_store = self._old.hand_over()
         self._tear_down()
 
     def build(self, number: int, members: tuple[int, ...]) -> None:
@@ -250,7 +256,7 @@ class Part(Generic[Groups]):
         store = dist.PrefixStore(f"epoch/{number}", line.store)
         fork_guard.protect(store)
         processes = {rank: self._notes[member].process for rank, member in enumerate(members)}
-        self._world = World(members.index(line.me), len(members), store, self._leave_store, processes, line)
+        self._world = World(members.index(line.me), len(members), store, _nothing, processes, line)
         self._made = self._create(self._world, self._recipe(), self._placed(members).layout)
 
     def discard(self) -> None:
@@ -266,6 +272,9 @@ class Part(Generic[Groups]):
         """Return the groups of the next epoch, which begins now."""
         if self._made is None or self._world is None:
             raise InternalError("a change is complete though this process has made no groups")
+        if self._leave_store is not None:
+            self._world.take_over(self._leave_store)
+            self._leave_store = None
         self._world.show()
         return self._made.with_change(self.change(number, members))
 
@@ -286,9 +295,19 @@ class Part(Generic[Groups]):
         if joining is not None:
             joining.close()
 
+    def leave(self) -> None:
+        """Let go of the store, on a rank that has left."""
+        leave, self._leave_store = self._leave_store, None
+        if leave is not None:
+            leave()
+
     def close(self) -> None:
         """Stop watching processes that join. Idempotent."""
         self._forget_joining()
+        if self._old is not None and self._leave_store is not None:
+            # No groups have followed those that were torn down: another try needs the store.
+            self._old.take_over(self._leave_store)
+            self._leave_store = None
 
 
 def _name(member: int, note: Note) -> str:

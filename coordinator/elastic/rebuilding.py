@@ -96,7 +96,7 @@ def rebuild(
     revoke(healths)
     note = old.note(progress, f"rebuild with min_members={min_members}", timeout_s)
     where = f"rebuild (rank {old.world.rank} of epoch {line.epoch})"
-    choices = {"rule": rule, "min_members": min_members}
+    choices = {"rule": rule, "min_members": min_members, "old": old.world}
     with _taking_part(line, note, old.others(line), timeout_s, where, create, tear_down, **choices) as (
         part,
         driver,
@@ -128,6 +128,7 @@ def prepare(
         "leave": leave,
         "pending": lambda: joiners.pending(line.store, where, timeout_s),
         "joins": join,
+        "old": old.world,
     }
     taking_part = _taking_part(line, note, old.others(line), timeout_s, where, create, tear_down, **choices)
     with ExitStack() as held:
@@ -243,7 +244,10 @@ class Plan(Generic[Groups]):
             raise DisagreementError(f"commit: the change was given up, the old groups serve on: {reason}")
         self._phase = "committed"
         self._part.tear_down()
-        return self._part.begin(self._end.number, self._end.members) if line.me in end.members else None
+        if line.me in end.members:
+            return self._part.begin(end.number, end.members)
+        self._part.leave()
+        return None
 
     def abort(self, reason: str = "a rank has aborted it") -> None:
         """Give the change up, for all ranks; those that call `commit` get `DisagreementError` with the reason.

@@ -1,0 +1,297 @@
+"""Processes that lose and replace members again and again: what a member does, and who tells it what to do.
+
+`serve` is the program of a member. It keeps its groups from one step to the next and does what the test asks over a
+socket; `Crowd` is the other side, in the process of the test, and starts members, asks and kills them.
+"""
+
+import gc
+import os
+import random
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from coordinator.elastic.joining import join_distributed_environment
+from coordinator.errors import PeerLostError
+from coordinator.groups import ParallelGroups
+from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
+from coordinator.settings import CoordinatorSettings
+from shm_broadcast.queue import QueueReader, QueueWriter
+from tests.rank_main import receive, send
+from tests.rank_processes import RankProcess
+from tests.waiting import wait_until
+
+__all__ = ["TIMEOUT_S", "Crowd", "use_all_planes"]
+
+TIMEOUT_S = 12.0
+"""How long a change of members, and each call behind it, may take on a busy machine."""
+
+MESSAGES = 4
+
+
+def numbers(size: int, *seed: int) -> torch.Tensor:
+    """Return pseudo-random integers that every rank can compute for every other one."""
+    chance = random.Random(repr(seed))
+    return torch.tensor([chance.randrange(-(1 << 40), 1 << 40) for _ in range(size)])
+
+
+def use_all_planes(groups: ParallelGroups, cycle: int, writer: int) -> None:
+    """Call everything in the world group and in `dp`, and compare each bit with what the inputs of all ranks give.
+
+    Rank `writer` writes the queue that each of them gets.
+    """
+    for group in (groups.world, groups.dp):
+        me, size = group.rank_in_group, group.world_size
+        given = [numbers(8 * size, cycle, rank) for rank in range(size)]
+        total = torch.stack(given).sum(0)
+        assert torch.equal(group.all_reduce(given[me].clone()), total)
+        assert torch.equal(group.all_gather(given[me]), torch.cat(given))
+        assert torch.equal(group.reduce_scatter(given[me].clone()), total[8 * me : 8 * me + 8])
+        source = cycle % size
+        assert torch.equal(group.broadcast(given[me].clone(), source), given[source])
+        for one in range(size):
+            found = group.broadcast_object({"cycle": cycle, "from": me}, one)
+            assert found == {"cycle": cycle, "from": one}
+        assert group.all_gather_object((cycle, me)) == [(cycle, rank) for rank in range(size)]
+        sent = group.broadcast_tensor_dict({"x": given[me], "n": cycle}, source)
+        assert sent is not None
+        assert torch.equal(sent["x"], given[source])
+        _use_neighbours(group, given, cycle)
+        _use_queue(group, cycle, writer)
+        group.barrier()
+
+
+def _use_neighbours(group: Any, given: Sequence[torch.Tensor], cycle: int) -> None:
+    """Send a tensor, an object and a dict to the next rank, and take those of the previous one."""
+    me, size = group.rank_in_group, group.world_size
+    if size == 1:
+        return
+    after, before = (me + 1) % size, (me - 1) % size
+    group.send(given[me], after)
+    assert torch.equal(group.recv(given[before].shape, torch.int64, before), given[before])
+    group.send_object(["object", cycle, me], after)
+    assert group.recv_object(before) == ["object", cycle, before]
+    group.send_tensor_dict({"x": given[me]}, after)
+    assert torch.equal(group.recv_tensor_dict(before)["x"], given[before])
+
+
+def _use_queue(group: Any, cycle: int, writer: int) -> None:
+    """Send messages through a queue of the group's own."""
+    end = group.create_mq_broadcaster(writer)
+    messages = [{"cycle": cycle, "number": number, "data": bytes(1000)} for number in range(MESSAGES)]
+    if isinstance(end, QueueWriter):
+        end.wait_until_ready(TIMEOUT_S)
+        for message in messages:
+            end.enqueue(message, TIMEOUT_S)
+    elif isinstance(end, QueueReader):
+        assert [end.dequeue(TIMEOUT_S) for _ in messages] == messages
+
+
+# --- a member ---------------------------------------------------------------------------------------------------
+
+
+class Member:
+    """What one process keeps from step to step."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = f"file://{directory}/store"
+        self._groups: ParallelGroups | None = None
+        self._has_world = False
+
+    @property
+    def groups(self) -> ParallelGroups:
+        """Return the groups in which this process is a member."""
+        assert self._groups is not None
+        return self._groups
+
+    def start(self, rank: int, size: int, tensor: int = 1) -> None:
+        """Be one of the first members."""
+        init_distributed_environment(size, rank, self._path, backend="gloo", timeout=TIMEOUT_S, elastic=True)
+        self._has_world = True
+        self._groups = ParallelGroups.from_sizes(tensor_parallel_size=tensor)
+
+    def join(self, replaces: int | None = None) -> list[Any]:
+        """Wait to be taken in; return this process's new rank."""
+        settings = CoordinatorSettings.resolve(timeout_s=TIMEOUT_S)
+        options = {} if replaces is None else {"replaces": replaces}
+        self._groups = join_distributed_environment(
+            self._path, settings=settings, timeout_s=TIMEOUT_S, **options
+        )
+        return self.said()
+
+    def said(self) -> list[Any]:
+        """Return rank, world size, and what has changed."""
+        change = self.groups.change
+        assert change is not None
+        return [self.groups.world.rank, self.groups.world.world_size, change.epoch, list(change.lost)]
+
+    def use(self, cycle: int, writer: int = 0) -> None:
+        """Call everything; see `use_all_planes`."""
+        use_all_planes(self.groups, cycle, writer)
+
+    def rebuild(self) -> list[Any]:
+        """Call until a rank is found to be lost, and go on without it."""
+        try:
+            while True:
+                self.groups.world.barrier()
+        except PeerLostError:
+            self._groups = self.groups.rebuild(timeout_s=TIMEOUT_S)
+        return self.said()
+
+    def exchange(self, leave: list[int], join: int) -> list[Any]:
+        """Go over to other members as planned. Rank 0 asks whether they wait, and tells the others."""
+        if self.groups.world.rank == 0:
+            wait_until(lambda: self.groups.pending_members() >= join, "processes that join", TIMEOUT_S, 0.002)
+        self.groups.world.barrier()
+        self._groups = self.groups.prepare(leave=leave, join=join, timeout_s=TIMEOUT_S).commit()
+        return [] if self._groups is None else self.said()
+
+    def holds(self) -> list[int]:
+        """Return the numbers of descriptors, of threads and of Python's objects, and the resident memory in KiB."""
+        gc.collect()
+        status = Path("/proc/self/status").read_text()
+        resident = int(status.partition("VmRSS:")[2].split()[0])
+        tasks = len(os.listdir("/proc/self/task"))
+        threads = max(tasks, threading.active_count())
+        return [len(os.listdir("/proc/self/fd")), threads, len(gc.get_objects()), resident]
+
+    def end(self) -> None:
+        """Leave everything."""
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            groups.destroy()
+        if self._has_world:
+            destroy_distributed_environment()
+
+
+def serve(rank: int, world_size: int, directory: Path) -> None:
+    """Do the steps that the test asks for, until it asks for `end`. A function for a `RankProcess`."""
+    del world_size
+    member = Member(directory)
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(str(directory / "control"))
+        send(channel, {"number": rank})
+        while (step := receive(channel)) is not None:
+            do: Callable[..., Any] = getattr(member, step["step"])
+            send(channel, {"value": do(*step["args"])})
+            if step["step"] == "end":
+                return
+
+
+# --- the test's side ----------------------------------------------------------------------------------------------
+
+
+class Crowd:
+    """Members, by a number that each process keeps. A context manager, which kills those that are left."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._control = socket.socket(socket.AF_UNIX)
+        self._control.bind(str(self.directory / "control"))
+        self._control.listen()
+        self._control.settimeout(TIMEOUT_S)
+        self._processes: dict[int, RankProcess] = {}
+        self._channels: dict[int, socket.socket] = {}
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for process in self._processes.values():
+            process.release()
+        for channel in self._channels.values():
+            channel.close()
+        self._control.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process ids of the members that are left."""
+        return {number: process.pid for number, process in self._processes.items()}
+
+    def spawn(self) -> int:
+        """Start a process; return its number."""
+        number, self._count = self._count, self._count + 1
+        process = RankProcess(number, self.directory, {}, fresh=False, brief=True)
+        self._processes[number] = process
+        job = {"target": f"{__name__}:serve", "rank": number, "world_size": 0, "args": []}
+        send(process.channel, {**job, "directory": str(self.directory), "check_leaks": True})
+        channel, _ = self._control.accept()
+        channel.settimeout(2 * TIMEOUT_S)
+        said = receive(channel)
+        assert said == {"number": number}
+        self._channels[number] = channel
+        return number
+
+    def tell(self, number: int, step: str, *args: Any) -> None:
+        """Ask a member for a step; `answer` has its result."""
+        send(self._channels[number], {"step": step, "args": list(args)})
+
+    def answer(self, number: int) -> Any:
+        """Return the result of a member's step; raise an error with its traceback if it failed."""
+        try:
+            said = receive(self._channels[number])
+        except TimeoutError:
+            raise AssertionError(f"member {number} hangs:\n{self._processes[number].dump_stacks()}") from None
+        if said is None:
+            raise AssertionError(f"member {number} failed: {self._failure(number)}")
+        return said["value"]
+
+    def _failure(self, number: int) -> str:
+        process = self._processes[number]
+        process.channel.settimeout(TIMEOUT_S)
+        said = receive(process.channel)
+        return process.output() if said is None else str(said.get("failure", said))
+
+    def ask(self, numbers: Collection[int], step: str, *args: Any) -> list[Any]:
+        """Ask members for a step, at the same time; return their results in this order."""
+        for number in numbers:
+            self.tell(number, step, *args)
+        found, failures = [], []
+        for number in numbers:
+            try:
+                found.append(self.answer(number))
+            except AssertionError as error:
+                failures.append(str(error))
+        assert not failures, "\n".join(failures)
+        return found
+
+    def kill(self, number: int) -> None:
+        """Kill a member; release it once the others need not see it end any more."""
+        os.kill(self._processes[number].pid, signal.SIGKILL)
+        self._channels.pop(number).close()
+        assert self._processes[number].wait(time.monotonic() + TIMEOUT_S)
+        self._processes.pop(number).release()
+
+    def end(self, numbers: Collection[int]) -> None:
+        """End members; what one has left behind is an error."""
+        self.ask(numbers, "end")
+        for number in numbers:
+            process = self._processes.pop(number)
+            process.channel.settimeout(TIMEOUT_S)
+            said = receive(process.channel)
+            assert said == {"value": None}, said
+            process.channel.close()
+            assert process.wait(time.monotonic() + TIMEOUT_S), process.dump_stacks()
+            assert process.status == 0, process.output()
+            process.release()
+            self._channels.pop(number).close()
+
+    def files(self) -> list[str]:
+        """Return the files of the rendezvous, without the random part of their names."""
+        store = self.directory / "store"
+        found = [each.relative_to(store) for each in store.rglob("*") if each.is_file()]
+        return sorted(str(each) for each in found)
+
+    def store_bytes(self) -> int:
+        """Return the size of the store's file."""
+        return max(each.stat().st_size for each in (self.directory / "store").rglob("store*"))

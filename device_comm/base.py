@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast, overload
 
@@ -485,6 +485,22 @@ class DeviceCommunicator(OutputForms, FusedForms):
         Not collective, idempotent, legal in any state, raises nothing. Calls afterwards may raise `ClosedError`.
         """
         del timeout_s
+
+    def quiesce(self, timeout_s: float) -> None:
+        """Wait until nothing runs on the device any more, and let go of the peers' memory; `destroy` follows.
+
+        For groups whose ranks end them together, behind `end_calls` of all of them: *The end of an epoch* in DESIGN.md.
+        Not collective, idempotent. *Blocks* up to about `timeout_s`.
+
+        Raises:
+            CudaError: The device has failed, or a capture hides what it does. Memory that a kernel may use stays.
+            CommTimeoutError: The device has not come to rest in time. As above.
+        """
+        del timeout_s
+
+    def met(self, ranks: Collection[int]) -> None:
+        """Take note that these global ranks have let go of this rank's memory, which `destroy` may then free."""
+        del ranks
 
     @abstractmethod
     def destroy(self) -> None:

@@ -10,7 +10,6 @@ import ctypes
 import functools
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, cast
@@ -21,7 +20,9 @@ from device_comm import checks
 from device_comm.base import SUM, CallPath, CommunicatorContext
 from device_comm.cuda.alignment import aligned, can_land, is_strided
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
+from device_comm.cuda.custom.ending import EndingCommunicator
 from device_comm.cuda.custom.expert_parallel import ExpertKernels
+from device_comm.cuda.custom.kernel_calls import KernelCalls
 from device_comm.cuda.custom.launches import CubinSource
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.driver_bindings import CudaDriver
@@ -44,14 +45,12 @@ __all__ = ["CudaCommunicator"]
 logger: logging.Logger = logging.getLogger(__name__)
 
 _INEXACT: Final = (ReduceOperation.SUM, ReduceOperation.MEAN, ReduceOperation.PRODUCT)
-# How long `destroy` waits for queued calls, in seconds.
-_FLUSH_S: Final = 5.0
 _PLANNED: Final = ("all_reduce", "reduce_scatter", "all_gather")
 # Bounds the set of (dtype, count) that go to NCCL, for which no result is allocated here. Engines use a few dozen.
 _MOST_SIZES: Final = 4096
 
 
-class CudaCommunicator(FusedCommunicator):
+class CudaCommunicator(EndingCommunicator, FusedCommunicator):
     """Run all-reduce, reduce-scatter, all-gather and fused calls with our kernels or NCCL, as the policy chooses.
 
     * Lazy: the first such call or capture builds what our kernels need. NCCL connects a group of two with the first
@@ -125,7 +124,7 @@ class CudaCommunicator(FusedCommunicator):
             begin = f"{self._health.where(name)}: the first such call of a group cannot be captured"
             raise UsageError(f"{begin}; {advice}make one such call before")
 
-    def _kernels(self) -> list[CustomAllReduce | ExpertKernels]:
+    def _kernels(self) -> list[KernelCalls]:
         """Return what has been built, in this order."""
         return [each for each in (self._custom, self._expert) if each is not None]
 
@@ -493,32 +492,3 @@ class CudaCommunicator(FusedCommunicator):
         """Build what our kernels need and connect NCCL. Collective."""
         self.prepare_kernels()
         super().prepare_buffers(message_bytes)
-
-    def end_calls(self, timeout_s: float) -> None:
-        """Refuse later calls of our kernels, wait for queued ones, then make those that still wait leave."""
-        if not self._health.is_inherited:
-            self._stop(timeout_s)
-
-    def _stop(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        for each in self._kernels():
-            each.stop(max(deadline - time.monotonic(), 0.0))
-
-    def destroy(self) -> None:
-        """End NCCL, then our kernels, and free their memory.
-
-        NCCL goes first: it is aborted if its work does not end within seconds, whereas our memory is freed only when
-        nothing on the device runs any more, and so not before NCCL's work has ended. All our kernels have been made to
-        leave before any memory is freed, and the driver is closed behind the last. If one part is freed by a thread,
-        because other work takes longer, so is the rest.
-        """
-        super().destroy()
-        self._events.close()
-        self._stop(_FLUSH_S)
-        if self._stream_order is not None:
-            self._stream_order.close()
-        end: Callable[[], None] | None = None if self._opened is None else self._opened.close
-        for each in self._kernels():
-            end = functools.partial(each.destroy, then=end)
-        if end is not None:
-            end()

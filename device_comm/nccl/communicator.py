@@ -101,6 +101,10 @@ class NcclCommunicator(NcclQueue):
         del message_bytes
         self._connection.connect()
 
+    def end_calls(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for the abort of a broken group; its keeper aborts whether anybody waits or not."""
+        self._connection.await_abort(timeout_s)
+
     def destroy(self) -> None:
         """Wait for queued calls and free the communicator; abort it if that takes longer than 3 s."""
         self._receives.clear()

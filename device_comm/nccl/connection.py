@@ -453,6 +453,15 @@ class NcclConnection:
             self._warn("destroy", "NCCL has not freed its communicator yet")
         self._keeper = None
 
+    def await_abort(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` until the keeper of a broken group has aborted the communicator; it does so by itself.
+
+        The keepers of several groups abort beside each other, as they must: an abort waits for the device, and there
+        for kernels of the other groups, which only their aborts end (NVIDIA/nccl#564).
+        """
+        if self._aborting and self._keeper is not None and not self._health.is_inherited:
+            self._keeper[1].wait(timeout_s)
+
     def _end(self) -> None:
         """Free the communicator behind its queued calls, or abort it. Blocks as long as NCCL does.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from device_comm.cuda.custom.release import CAPTURE_ERRORS
@@ -192,6 +192,18 @@ class KernelCalls:
             self._flush(timeout_s)
         self._order.close()
         self._resources.stop()
+
+    def close_peers(self) -> None:
+        """Unmap the peers' memory. Not collective, idempotent, raises nothing; `stop` came before.
+
+        Nothing that this process has queued on the device may be in flight. `destroy` frees the rest.
+        """
+        if not self._is_destroyed:
+            self._resources.close_peers()
+
+    def met(self, ranks: Collection[int]) -> None:
+        """Take note that these global ranks have called `close_peers`: `destroy` may free what they had mapped."""
+        self._resources.met(ranks)
 
     def destroy(
         self,

@@ -75,6 +75,8 @@ class PeerMemory:
         self._mapped: dict[int, int] = {}
         self._shares_buffers = False
         self._is_closed = False
+        # Global ranks that have let go of this rank's region.
+        self._met: frozenset[int] = frozenset()
 
     @classmethod
     def create(
@@ -339,10 +341,33 @@ class PeerMemory:
             if barrier is not None and attempt(trouble, barrier):
                 self._is_exposed = False
         if self._own:
-            others = set(self._peers.ranks) - {self._peers.ranks[self._peers.rank]}
-            if self.kind == "vmm" or others <= set(self._gone()):
+            if self.kind == "vmm" or self.is_left:
                 self._is_exposed = False
             self._free_own(trouble)
+        self._warn(trouble)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' memory only; `close` does the rest. Not collective, idempotent, raises nothing.
+
+        For ranks that meet only once for all of their memory: each then passes the others to `met`. Nothing in flight
+        uses the memory.
+        """
+        trouble: list[str] = []
+        self._is_closed = True
+        self._close_peers(trouble)
+        self._warn(trouble)
+
+    def met(self, ranks: Collection[int]) -> None:
+        """Take note that these global ranks have called `close_peers`."""
+        self._met = frozenset(ranks)
+
+    @property
+    def is_left(self) -> bool:
+        """Return whether every other rank has let go of our memory or has ended."""
+        others = set(self._peers.ranks) - {self._peers.ranks[self._peers.rank]}
+        return others <= self._met.union(self._gone())
+
+    def _warn(self, trouble: Sequence[str]) -> None:
         if trouble:
             fields = self._peers.fields
             logger.warning("teardown of peer memory: %s", "; ".join(trouble), extra=fields)

@@ -12,10 +12,10 @@ from typing import Final
 
 from device_comm.cuda.custom.peer_messages import PeerExchange
 from device_comm.cuda.driver import Driver
-from shm_broadcast.errors import CommError, CudaError
+from shm_broadcast.errors import CommError, CommTimeoutError, CudaError
 from shm_broadcast.reports.log_fields import LogFields
 
-__all__ = ["CAPTURE_ERRORS", "release_together", "release_when_idle"]
+__all__ = ["CAPTURE_ERRORS", "await_idle", "release_together", "release_when_idle"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -64,6 +64,32 @@ def release_together(
         is_together = not peers.failures("" if is_idle else "other work on the device takes longer")
     finally:
         waiting.leave(is_together)
+
+
+def await_idle(driver: Driver, where: str, timeout_s: float) -> None:
+    """Return once everything has ended that this process has queued on the device so far.
+
+    The driver's wait has no deadline, so a thread waits. If that takes longer than `timeout_s`, it goes on waiting.
+
+    Raises:
+        CudaError: The device has failed, or a stream is being captured, so that it cannot be known what has ended.
+        CommTimeoutError: Something on the device does not end in time.
+    """
+    ended = threading.Event()
+    failures: list[CommError] = []
+
+    def wait() -> None:
+        try:
+            driver.context_synchronize()
+        except CommError as error:
+            failures.append(error)
+        ended.set()
+
+    threading.Thread(target=wait, name="group-coordinator-idle", daemon=True).start()
+    if not ended.wait(timeout_s):
+        raise CommTimeoutError(f"{where}: the device has not come to rest within {timeout_s:.1f} s")
+    if failures:
+        raise failures[0]
 
 
 class _Waiting:

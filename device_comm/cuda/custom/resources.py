@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import ClassVar, Final, Self
 
 import msgspec
@@ -277,6 +277,18 @@ class CustomResources:
         if hasattr(self, "record"):
             self.record.abort()
 
+    def close_peers(self) -> None:
+        """Unmap the peers' memory; `destroy` frees the rest. Idempotent; raises nothing.
+
+        Nothing that this process has queued on the device may be in flight.
+        """
+        self.stop()
+        self._memory.close_peers()
+
+    def met(self, ranks: Collection[int]) -> None:
+        """Take note that these global ranks have called `close_peers`."""
+        self._memory.met(ranks)
+
     def destroy(
         self,
         barrier: Callable[[], None] | None,
@@ -295,7 +307,9 @@ class CustomResources:
 
         def release(is_awaited: bool) -> None:
             gave_up = self._health.is_broken or (hasattr(self, "record") and self.record.words[0] != 0)
-            self._free(barrier if is_awaited else None, is_quiet=not gave_up)
+            # Who has let go of our memory has no kernel left, which could be between its barriers.
+            is_quiet = not gave_up or self._memory.is_left
+            self._free(barrier if is_awaited else None, is_quiet=is_quiet)
             if then is not None:
                 then()
 

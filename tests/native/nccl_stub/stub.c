@@ -3,12 +3,16 @@
  * The ranks meet in a file that the unique id names: barriers of all ranks, one slot for each rank, and a ring of
  * bytes from each rank to each other. "Streams" are ignored: a call returns when its work is done, so it blocks
  * where NCCL would have queued.
+ *
+ * It also checks the order of calls: what NCCL forbids, or what hangs there when a rank is lost, is a fault that
+ * `stub_faults` returns.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
 #include <sched.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -22,6 +26,7 @@
 #define VERSION 23203
 #endif
 #define MAX_RANKS 8
+#define MAX_COMMS 64
 #define SLOT (1 << 18)
 #define RING (1 << 20)
 enum { OK, UNHANDLED_CUDA, SYSTEM, INTERNAL, INVALID_ARGUMENT, INVALID_USAGE, REMOTE, IN_PROGRESS };
@@ -34,11 +39,13 @@ typedef struct {
   char slot[MAX_RANKS][SLOT];
   Ring ring[MAX_RANKS][MAX_RANKS];
   size_t window[MAX_RANKS];
+  _Atomic int process[MAX_RANKS];
 } Shared;
 typedef struct Comm {
   Shared *shared;
   int rank, size, state, aborting, linger, blocking;
   int finalizing;
+  _Atomic int ended;
   char *window;
   size_t window_size;
 } Comm;
@@ -48,7 +55,10 @@ typedef struct { size_t size; unsigned magic, version; int blocking; } Config;
 static __thread char last_error[256];
 static char next_function[64];
 static int next_code, next_left;
-static _Atomic int async_error, endless, declining, calls[11];
+static _Atomic int async_error, endless, declining, together, calls[11];
+/* The communicators of this process that have not ended, and the faults so far. */
+static Comm *_Atomic made[MAX_COMMS];
+static char faults[4096];
 
 /* --- functions with which tests control the stub */
 void stub_fail(const char *function, int code, int times) {
@@ -61,6 +71,40 @@ void stub_declines_windows(int yes) { declining = yes; }
 /* 0 aborts, 1 destroys, 2 finalizes, 3 group ends, 4 calls in progress, 5 allocations, 6 frees, 7 windows registered,
  * 8 deregistered, 9 sums whose memory lies in a window, 10 communicators finalized or aborted with a window */
 int stub_calls(int which) { return calls[which]; }
+
+/* From now on an abort returns only when all communicators of this process that have a lost rank are being aborted: on a
+ * device it waits for the kernels of all. */
+void stub_aborts_together(int yes) { together = yes; }
+const char *stub_faults(void) { return faults; }
+
+static void fault(const char *format, ...) {
+  size_t used = strlen(faults);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(faults + used, sizeof faults - used, format, arguments);
+  va_end(arguments);
+}
+
+/* A process that has ended may wait for its parent to ask; one that is stopped is as good as lost. */
+static int is_lost_process(int process) {
+  char path[64], line[512], *name_end;
+  snprintf(path, sizeof path, "/proc/%d/stat", process);
+  FILE *file = fopen(path, "re");
+  if (!file) return 1;
+  char *found = fgets(line, sizeof line, file);
+  fclose(file);
+  name_end = found ? strrchr(line, ')') : NULL;
+  return !name_end || strchr("ZXxTt", name_end[2]) != NULL;
+}
+static int has_lost_rank(Comm *comm) {
+  for (int r = 0; r < comm->size; r++)
+    if (comm->shared->process[r] && is_lost_process(comm->shared->process[r])) return 1;
+  return 0;
+}
+static void forget(Comm *comm) {
+  comm->ended = 1;
+  for (int i = 0; i < MAX_COMMS; i++) if (made[i] == comm) made[i] = NULL;
+}
 
 static int complain(const char *function) {
   if (next_left > 0 && !strcmp(function, next_function)) {
@@ -293,6 +337,7 @@ static int post(Op it) {
     snprintf(last_error, sizeof last_error, "there is no communicator");
     return INVALID_USAGE;
   }
+  if (it.comm->ended) fault("a call of a communicator that has ended; ");
   if (it.type < 0 || it.type >= TYPES || it.op < 0 || it.op > 4) return INVALID_ARGUMENT;
   if (depth) {
     if (queued == 256) return INTERNAL;
@@ -394,6 +439,11 @@ static int attach(Comm **into, int size, const Id *id, int rank) {
   comm->shared = mmap(NULL, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   comm->rank = rank, comm->size = size, comm->linger = 2, comm->blocking = 1;
+  comm->shared->process[rank] = getpid();
+  for (int i = 0, kept = 0; i < MAX_COMMS && !kept; i++) {
+    Comm *none = NULL;
+    kept = atomic_compare_exchange_strong(&made[i], &none, comm);
+  }
   if (atomic_fetch_add(&comm->shared->attached, 1) + 1 == size) unlink(id->internal);
   *into = comm;
   return OK;
@@ -416,8 +466,16 @@ EXPORT int ncclCommGetAsyncError(Comm *comm, int *state) {
   if (comm->finalizing && comm->shared->finalized < comm->size) *state = IN_PROGRESS;
   return OK;
 }
+/* No rank may call it: it orders ranks by itself, and has hung. */
+EXPORT int ncclCommShrink(Comm *comm) { fault("ncclCommShrink; "); return INVALID_USAGE; }
 EXPORT int ncclCommFinalize(Comm *comm) {
   MAY_FAIL;
+  if (comm->ended) fault("ncclCommFinalize of a communicator that has ended; ");
+  else if (has_lost_rank(comm)) {
+    /* NCCL would wait for ever. */
+    fault("ncclCommFinalize of a communicator with a lost rank; ");
+    return REMOTE;
+  }
   calls[2]++;
   if (comm->window) calls[10]++;
   comm->finalizing = 1;
@@ -428,6 +486,8 @@ EXPORT int ncclCommFinalize(Comm *comm) {
 }
 EXPORT int ncclCommDestroy(Comm *comm) {
   calls[1]++;
+  if (!comm->finalizing) fault("ncclCommDestroy of a communicator that was not finalized; ");
+  forget(comm);
   munmap(comm->shared, sizeof(Shared));
   free(comm);
   return OK;
@@ -438,5 +498,16 @@ EXPORT int ncclCommAbort(Comm *comm) {
   if (comm->window) calls[10]++;
   comm->aborting = 1;
   if (!comm->finalizing) atomic_fetch_add(&comm->shared->finalized, 1);
+  for (int i = 0, turns = 0; together && i < MAX_COMMS; i++) {
+    Comm *other = made[i];
+    if (!other || other->aborting || !has_lost_rank(other)) continue;
+    if (turns++ == 2000) {
+      fault("ncclCommAbort waits for kernels that nobody aborts; ");
+      together = 0;
+    }
+    rest();
+    i = -1;
+  }
+  forget(comm);
   return OK;
 }

@@ -1,4 +1,7 @@
-"""DDP, FSDP2, DTensor and pipelining of torch train over the backend as they do over Gloo."""
+"""DDP, FSDP2, DTensor and pipelining of torch train over the backend as they do over Gloo.
+
+Only the ranks of a program import what it needs of torch: collecting this file would take more than a second otherwise.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -11,10 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.harness import RankPool
@@ -49,7 +48,7 @@ def whole(model: nn.Module) -> Numbers:
     """Return all parameters; those of sharded ones are gathered."""
     found = []
     for parameter in model.parameters():
-        value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         found.append(value.detach().flatten().tolist())
     return found
 
@@ -83,6 +82,8 @@ def ddp_with_hooks(rank: int, world_size: int) -> Numbers:
 
 
 def fsdp2(rank: int, world_size: int) -> Numbers:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     found = []
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)):
         model = network()
@@ -96,6 +97,9 @@ def fsdp2(rank: int, world_size: int) -> Numbers:
 
 
 def dtensor(rank: int, world_size: int) -> Numbers:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     mesh = init_device_mesh("cpu", (world_size,))
     values = torch.arange(float(WIDTH * WIDTH)).view(WIDTH, WIDTH)
     rows, columns = distribute_tensor(values, mesh, [Shard(0)]), distribute_tensor(values, mesh, [Shard(1)])
@@ -108,6 +112,8 @@ def dtensor(rank: int, world_size: int) -> Numbers:
 
 
 def pipelining(rank: int, world_size: int) -> Numbers:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
     first, middle, last = network()
     part = nn.Sequential(first, middle) if rank == 0 else nn.Sequential(last)
     stage = PipelineStage(part, rank, world_size, torch.device("cpu"))

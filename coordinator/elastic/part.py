@@ -65,6 +65,8 @@ class Note(msgspec.Struct, frozen=True):
         progress: What the caller has passed.
         rank: Its rank in the last epoch; None for one that joins.
         recipe: None for one that joins.
+        create_s: How long to create the groups at most, in seconds; equal on those that were members before, whose
+            limit holds for those that join, too. 0 for one that joins.
     """
 
     process: ProcessIdentity
@@ -73,6 +75,7 @@ class Note(msgspec.Struct, frozen=True):
     progress: int
     rank: int | None = None
     recipe: Recipe | None = None
+    create_s: float = 0.0
 
 
 _decoder: Final = msgspec.json.Decoder(Note)
@@ -118,7 +121,7 @@ class Part(Generic[Groups]):
         line: Line,
         note: Note,
         watch: PeerWatch,
-        create: Callable[[World, Recipe, ParallelLayout], Groups],
+        create: Callable[[World, Recipe, ParallelLayout, float], Groups],
         tear_down: Callable[[], None],
         *,
         rule: LayoutRule,
@@ -135,7 +138,7 @@ class Part(Generic[Groups]):
             line: See above.
             note: See above.
             watch: The processes of the members of the last epoch, by member; it stays the caller's.
-            create: Creates the groups of a layout in a world, as a recipe says.
+            create: Creates the groups of a layout in a world, as a recipe says, within some seconds.
             tear_down: Destroys the groups of the last epoch.
             rule: Chooses the ranks that go on.
             min_members: Refuse to go on with fewer.
@@ -257,7 +260,8 @@ class Part(Generic[Groups]):
         fork_guard.protect(store)
         processes = {rank: self._notes[member].process for rank, member in enumerate(members)}
         self._world = World(members.index(line.me), len(members), store, _nothing, processes, line)
-        self._made = self._create(self._world, self._recipe(), self._placed(members).layout)
+        create_s = max(note.create_s for note in self._notes.values())
+        self._made = self._create(self._world, self._recipe(), self._placed(members).layout, create_s)
 
     def discard(self) -> None:
         """Destroy what `build` has made."""

@@ -48,7 +48,8 @@ class Membership(msgspec.Struct, frozen=True):
         """Return what this rank tells the others."""
         facts = {"layout": str(self.recipe.layout), "call": call, "timeout_s": str(timeout_s)}
         settings = settings_facts(self.settings)
-        return Note(this_process(), settings, facts, progress, self.world.rank, self.recipe)
+        create_s = Deadlines(timeout_s).step_s
+        return Note(this_process(), settings, facts, progress, self.world.rank, self.recipe, create_s)
 
     def others(self, line: Line) -> dict[int, ProcessIdentity]:
         """Return the other members' processes, by member."""
@@ -69,16 +70,11 @@ def _taking_part(
     **choices: Any,
 ) -> Iterator[tuple[Part[Groups], Driver]]:
     """Yield this process's part in an agreement, and who drives it; `choices` are those of `Part`."""
-    deadlines = Deadlines(timeout_s)
-
-    def build(own: World, recipe: Recipe, layout: ParallelLayout) -> Groups:
-        return create(own, recipe, layout, deadlines.step_s)
-
     with (
         closing(PeerWatch(note.process, others)) as watch,
-        closing(Part(line, note, watch, build, tear_down, **choices)) as part,
+        closing(Part(line, note, watch, create, tear_down, **choices)) as part,
     ):
-        yield part, Driver(line.store, line.me, part, deadlines, where)
+        yield part, Driver(line.store, line.me, part, Deadlines(timeout_s), where)
 
 
 def rebuild(

@@ -28,7 +28,7 @@ def grows(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
         groups = join_distributed_environment(
             f"file://{directory}/store",
             settings=CoordinatorSettings.resolve(timeout_s=10.0),
-            timeout_s=TIMEOUT_S,
+            timeout_s=2 * TIMEOUT_S,  # how long it waits for the others is its own choice
         )
     else:
         groups = elastic_groups(rank, first, directory)

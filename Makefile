@@ -15,7 +15,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench check typecheck test test-fast test-native test-thorough stress test-nccl test-kernels test-gpu test-wheel test-engines bench-engines api docs dist clean
+.PHONY: help setup demo demo-elastic bench check typecheck test test-fast test-native test-thorough stress test-nccl test-kernels test-gpu test-wheel test-engines bench-engines api docs dist clean
 # Tests that `make test-wheel` runs; all of them take as long as `make test`.
 TESTS ?= tests
 # Folder for the figures and plots of `make bench`; it is not committed.
@@ -42,6 +42,9 @@ $(VENV)/.installed-%: $(STAMP)
 
 demo: $(STAMP) ## Run a tensor- and pipeline-parallel LLM over our groups in four processes (HOLD=60: go on for so many seconds)
 	@$(PY) -m examples.tiny_llm $(if $(HOLD),--hold $(HOLD))
+
+demo-elastic: $(STAMP) ## Kill a worker of that LLM in the middle of its answers, go on, and take new ones in (DEMO_ARGS=…)
+	@$(PY) -m examples.tiny_llm.elastic $(DEMO_ARGS)
 
 bench: $(STAMP) ## Measure everything against torch.distributed, in under five minutes (BENCH_OUT=DIR, BENCH_ARGS=…)
 	@$(PY) -m benchmarks run --out $(BENCH_OUT) $(BENCH_ARGS)

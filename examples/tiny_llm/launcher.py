@@ -17,7 +17,7 @@ from .errors import DemoError
 from .options import LaunchedRank, Options
 from .progress import restore_terminal
 
-__all__ = ["die_with_launcher", "launch", "leave_failure"]
+__all__ = ["Signals", "die_with_launcher", "launch", "leave_failure"]
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
@@ -37,7 +37,7 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
     Returns:
         The exit status of the demo.
     """
-    signals = _Signals()
+    signals = Signals()
     children: dict[int, subprocess.Popen[bytes]] = {}
     with tempfile.TemporaryDirectory(prefix="group-coordinator-demo-") as name:
         directory = Path(name)
@@ -64,7 +64,7 @@ def _start(rank: int, directory: Path, arguments: Sequence[str]) -> subprocess.P
     )
 
 
-class _Signals:
+class Signals:
     """Keeps SIGINT and SIGTERM until the launcher looks for them between two steps.
 
     An exception of a handler could strike within `Popen.poll`, and leave a lock held for which `Popen.wait` would then
@@ -88,7 +88,7 @@ class _Signals:
 
 
 def _watch(
-    children: Mapping[int, subprocess.Popen[bytes]], deadline_s: float, signals: _Signals
+    children: Mapping[int, subprocess.Popen[bytes]], deadline_s: float, signals: Signals
 ) -> dict[int, int | None]:
     """Wait for all ranks until the deadline; after the first failure, at most for `GRACE_S`.
 

@@ -133,23 +133,58 @@ class Scheduler:
         """
         if slots < 1 or tokens_per_step < slots:
             raise DemoError(f"{slots} slots need at least as many tokens per step, not {tokens_per_step}")
-        ordered = sorted(requests, key=lambda request: request.arrival_step)
-        for request in ordered:
-            total = len(request.prompt) + request.max_tokens
-            if not request.prompt or request.max_tokens < 1:
-                raise DemoError(f"request {request.number} needs a prompt and at least one token to generate")
-            if total > max_length:
-                text = f"request {request.number} needs {total} tokens, prompt included"
-                raise DemoError(f"{text}; at most {max_length} fit")
         self.generated: dict[int, list[int]] = {}
         self.step = 0
-        self._waiting = deque(ordered)
+        self._waiting: deque[Request] = deque()
         self._running: dict[int, _Running] = {}
         self._free_slots = list(range(slots))
         self._tokens_per_step = tokens_per_step
         self._eos_tokens = frozenset(eos_tokens)
+        self._max_length = max_length
         self._finished: list[int] = []
         self._appended: dict[int, int] = {}
+        for request in sorted(requests, key=lambda request: request.arrival_step):
+            self.submit(request)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request behind the others.
+
+        Args:
+            request: Its `arrival_step` is not before that of the one that was queued last.
+
+        Raises:
+            DemoError: It exceeds the limits.
+        """
+        total = len(request.prompt) + request.max_tokens
+        if not request.prompt or request.max_tokens < 1:
+            raise DemoError(f"request {request.number} needs a prompt and at least one token to generate")
+        if total > self._max_length:
+            text = f"request {request.number} needs {total} tokens, prompt included"
+            raise DemoError(f"{text}; at most {self._max_length} fit")
+        self._waiting.append(request)
+
+    def unfinished(self) -> list[Request]:
+        """Return the requests that have not ended; to the prompts of those that run belongs what they have generated.
+
+        A new scheduler can go on with them where the caches are lost: tokens and their positions stay as they were.
+        """
+        begun = [
+            Request(
+                each.request.number,
+                (*each.request.prompt, *each.generated),
+                each.request.max_tokens - len(each.generated),
+            )
+            for each in self._running.values()
+        ]
+        return [*begun, *self._waiting]
+
+    def is_running(self, number: int) -> bool:
+        """Return whether a request holds a slot.
+
+        Args:
+            number: The request's number.
+        """
+        return number in self._running
 
     @property
     def running(self) -> int:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from .attention import Batch, Span
+from .config import ModelConfig
 from .group import ModelGroups
 from .model import LlamaStage
 from .sampling import Sampler
 from .scheduler import Scheduler, StepPlan
 
-__all__ = ["StageWorker", "serve"]
+__all__ = ["StageWorker", "run_step", "serve"]
 
 
 @dataclass
@@ -43,6 +44,31 @@ class StageWorker:
         self._caches = stage.make_caches(slots)
         self._sampler = sampler
         self._sequences: dict[int, _Sequence] = {}
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self._stage.config
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self._stage.max_length
+
+    def use(self, groups: ModelGroups) -> None:
+        """Go on with other groups, in which this rank has the same place; weights, caches and requests stay.
+
+        Args:
+            groups: The new groups.
+        """
+        stage = LlamaStage(self._stage.config, groups, self._stage.max_length)
+        # The tensors are handed over; nothing is copied.
+        stage.load_state_dict(self._stage.state_dict(), assign=True)
+        self._stage, self.groups = stage, groups
+
+    def forget(self) -> None:
+        """Drop all requests; their tokens must be computed again."""
+        self._sequences.clear()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> dict[int, int]:
@@ -112,17 +138,29 @@ def serve(
         scheduler: The scheduler on rank 0; None on the others.
         on_step: Called on rank 0 after each step.
     """
-    world = worker.groups.world
-    while True:
-        message = None if scheduler is None else scheduler.next_plan().to_message()
-        plan = StepPlan.from_message(world.broadcast_object(message, src=0))
-        if plan.stop:
-            return
-        tokens = _bring_to_scheduler(worker.groups, worker.execute(plan))
-        if scheduler is not None:
-            scheduler.take_tokens(tokens)
-            if on_step is not None:
-                on_step(scheduler)
+    while run_step(worker, scheduler) is not None:
+        if scheduler is not None and on_step is not None:
+            on_step(scheduler)
+
+
+def run_step(worker: StageWorker, scheduler: Scheduler | None) -> dict[int, int] | None:
+    """Run one step. Every rank of the world calls this.
+
+    Args:
+        worker: This rank's worker.
+        scheduler: See `serve`.
+
+    Returns:
+        The new tokens by request on rank 0, and on the rank that sampled them; None if there was nothing to do.
+    """
+    message = None if scheduler is None else scheduler.next_plan().to_message()
+    plan = StepPlan.from_message(worker.groups.world.broadcast_object(message, src=0))
+    if plan.stop:
+        return None
+    tokens = _bring_to_scheduler(worker.groups, worker.execute(plan))
+    if scheduler is not None:
+        scheduler.take_tokens(tokens)
+    return tokens
 
 
 def _bring_to_scheduler(groups: ModelGroups, tokens: dict[int, int]) -> dict[int, int]:

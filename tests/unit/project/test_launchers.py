@@ -46,7 +46,7 @@ def by_benchmark(child: Any) -> None:
 
 
 def by_demo(child: Any) -> None:
-    launcher._watch({0: child}, 10.0, launcher._Signals())
+    launcher._watch({0: child}, 10.0, launcher.Signals())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,0 +1,133 @@
+"""One worker: joins the others, loads its part of the model, serves, and goes on when the members change."""
+
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import torch
+
+from coordinator import (
+    ExcludedError,
+    ParallelGroups,
+    ParallelLayout,
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+    join_distributed_environment,
+)
+from coordinator.testing import fake_groups
+from examples.tiny_llm.checkpoint import Checkpoint
+from examples.tiny_llm.config import ModelConfig
+from examples.tiny_llm.group import ModelGroups
+from examples.tiny_llm.model import LlamaStage, load_weights
+from examples.tiny_llm.sampling import Sampler
+from examples.tiny_llm.wiring import CPU_BACKEND
+from examples.tiny_llm.worker import StageWorker
+
+from .model import make_model
+from .options import REPLICAS, ElasticOptions, LaunchedWorker
+from .serving import ReplicaServer, groups_of_replica
+from .wire import Wire
+
+__all__ = ["run_worker"]
+
+JOIN_TIMEOUT_S = 60.0
+
+
+def run_worker(options: ElasticOptions, launched: LaunchedWorker) -> int:
+    """Be one worker, until the front end ends it or the others go on without it.
+
+    Args:
+        options: The user's options.
+        launched: Which worker.
+
+    Returns:
+        The exit status.
+    """
+    torch.set_num_threads(1)
+    wire = Wire(socket(fileno=launched.socket))
+
+    def say(**message: Any) -> None:
+        wire.send({**message, "at_s": time.monotonic()})
+
+    try:
+        begin = _join if launched.joins else _begin
+        server = begin(options, launched, wire, say)
+        try:
+            server.serve()
+        except ExcludedError as error:
+            say(told="excluded", error=str(error))
+        server.groups.destroy()
+    except Exception as error:  # noqa: BLE001 - the front end shows any error
+        say(told="error", error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+        return 1
+    finally:
+        destroy_distributed_environment()
+    return 0
+
+
+def _begin(
+    options: ElasticOptions, launched: LaunchedWorker, wire: Wire, say: Callable[..., None]
+) -> ReplicaServer:
+    """Begin together with the other first workers; the first one makes the model."""
+    init_distributed_environment(
+        world_size=options.world_size,
+        rank=launched.rank,
+        distributed_init_method=_rendezvous(launched),
+        backend=CPU_BACKEND,
+        elastic=True,  # the rendezvous is outside of the ranks, so that each of them may end
+    )
+    groups = ParallelGroups.create(
+        ParallelLayout(tensor=options.tensor, data=REPLICAS),
+        backend=CPU_BACKEND,
+        world=get_world_group(),
+        extra_groups=["replica"],
+    )
+    if groups.world.is_first_rank:
+        alone = groups.pp  # without pipeline stages it has one member
+        directory = launched.directory / "checkpoint"
+        say(told="model", **make_model(options, directory, ModelGroups(alone, alone, alone)))
+    stage_worker = _load(options, wire, groups_of_replica(groups))
+    say(told="ready")
+    return ReplicaServer(groups, stage_worker, wire, say, options)
+
+
+def _join(
+    options: ElasticOptions, launched: LaunchedWorker, wire: Wire, say: Callable[..., None]
+) -> ReplicaServer:
+    """Load the weights first, and then join replicas that serve: they count on this worker once it is a member."""
+    # Which part of the model it will hold follows from its place in the order of those that join.
+    place = fake_groups(ParallelLayout(tensor=options.tensor), launched.rank % options.tensor)
+    stage_worker = _load(options, wire, ModelGroups(place.tp, place.tp, place.pp))
+    say(told="ready")
+    _wait_for(wire, "join")
+    groups = join_distributed_environment(_rendezvous(launched), timeout_s=JOIN_TIMEOUT_S)
+    stage_worker.use(groups_of_replica(groups))
+    server = ReplicaServer(groups, stage_worker, wire, say, options)
+    server.say_place("joined")
+    return server
+
+
+def _rendezvous(launched: LaunchedWorker) -> str:
+    return f"file://{launched.directory / 'rendezvous'}"
+
+
+def _load(options: ElasticOptions, wire: Wire, groups: ModelGroups) -> StageWorker:
+    """Load this worker's part of the model, once the front end says from where."""
+    told = _wait_for(wire, "load")
+    directory = Path(told["directory"])
+    stage = LlamaStage(ModelConfig.from_directory(directory), groups, told["max_length"])
+    with Checkpoint(directory) as checkpoint:
+        load_weights(stage, checkpoint)
+    return StageWorker(stage, options.slots, Sampler())
+
+
+def _wait_for(wire: Wire, what: str) -> dict[str, Any]:
+    """Return the front end's next message, which is this one."""
+    messages = wire.receive(None)
+    if [message["do"] for message in messages] != [what]:
+        raise ConnectionError(f"the front end has said {messages}, and not {what!r}")
+    return messages[0]

@@ -5,28 +5,29 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import subprocess
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from device_comm.cuda import kernel_layout, kernels
-from device_comm.cuda.kernels import DTYPES, FAMILIES, KernelCache, KernelVariant, compile_kernels
+from device_comm.cuda.kernels import DTYPES, FAMILIES, Compiled, KernelCache, KernelVariant, compile_kernels
 from shm_broadcast.errors import CapabilityError, CudaError, UsageError
 from tests.kernel_memory import ALGORITHMS, PARAMS_BYTES, required_arena, required_staging
+from tests.native.cuda.compiled_kernels import CompiledKernels
+from tests.native.cuda.host_build import shared_folder
 
 # One of each generation. `kernel_matrix.py` has every architecture that NVRTC knows, and every world size.
 ARCHS = (75, 80, 90, 100, 120)
 WORLDS = range(2, 9)
+# The normal suite has the oldest, the newest, and the one whose machine code other tests read.
+SAMPLE = ((75, 8, "float16"), (90, 8, "bfloat16"), (120, 8, "float32"))
 # Every architecture is combined with every dtype, and world sizes rotate.
 LATIN = [
-    (arch, (2, 4, 8)[(a + d) % 3], dtype) for a, arch in enumerate(ARCHS) for d, dtype in enumerate(DTYPES)
+    (arch, (4, 8, 2)[(a + d) % 3], dtype) for a, arch in enumerate(ARCHS) for d, dtype in enumerate(DTYPES)
 ]
 USAGE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 PUSH = {
@@ -44,12 +45,23 @@ PUSH = {
 }
 
 
-def check_no_local_memory(arch: int, world_size: int, dtype: str) -> None:
+@pytest.fixture(scope="session")
+def kernels_of_run(tmp_path_factory: pytest.TempPathFactory) -> CompiledKernels:
+    """What this process compiles, and what the others of the run have compiled."""
+    return CompiledKernels(shared_folder(tmp_path_factory))
+
+
+def check_no_local_memory(
+    arch: int,
+    world_size: int,
+    dtype: str,
+    compiled: Callable[[KernelVariant], Compiled] = compile_kernels,
+) -> None:
     """Compile all families; assert that no kernel has a stack frame or spills."""
     for family, names in FAMILIES.items():
         if family == "multimem" and arch < kernels.MULTIMEM_ARCH:
             continue
-        done = compile_kernels(KernelVariant(arch, world_size, dtype, family))
+        done = compiled(KernelVariant(arch, world_size, dtype, family))
         assert done.cubin[:4] == b"\x7fELF"
         found = USAGE.findall(done.log)
         assert len(found) == len(names), done.log
@@ -59,11 +71,13 @@ def check_no_local_memory(arch: int, world_size: int, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "world_size", "dtype"),
-    [pytest.param(*each, marks=pytest.mark.thorough if each[1] != 8 else ()) for each in LATIN],
+    [pytest.param(*each, marks=() if each in SAMPLE else pytest.mark.thorough) for each in LATIN],
 )
-def test_no_spill_and_no_stack(arch: int, world_size: int, dtype: str) -> None:
+def test_no_spill_and_no_stack(
+    kernels_of_run: CompiledKernels, arch: int, world_size: int, dtype: str
+) -> None:
     """The registers hold all values of a kernel."""
-    check_no_local_memory(arch, world_size, dtype)
+    check_no_local_memory(arch, world_size, dtype, kernels_of_run.compiled)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,29 +90,10 @@ def test_the_emulation_compiles(family: str) -> None:
 # --- machine code ---------------------------------------------------------------------------------------------
 
 
-@cache
-def machine_code(family: str, world_size: int, dtype: str, arch: int = 90) -> dict[str, list[str]]:
-    """Return the instructions of each kernel."""
-    programs = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin"
-    cubin = Path(os.environ["TMPDIR"]) / f"{family}_{world_size}_{dtype}_{arch}.cubin"
-    cubin.write_bytes(compile_kernels(KernelVariant(arch, world_size, dtype, family)).cubin)
-    path = f"{programs}:{os.environ['PATH']}"
-    command = [str(programs / "cuobjdump"), "-sass", str(cubin)]
-    listing = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=True).stdout
-    cubin.unlink()
-    found: dict[str, list[str]] = {}
-    for line in listing.splitlines():
-        if head := re.search(r"Function : (\w+)", line):
-            current = found.setdefault(head[1], [])
-        elif code := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", line):
-            current.append(code[1])
-    return found
-
-
 @pytest.mark.parametrize("kernel", PUSH)
-def test_push_has_one_fence_and_whole_vectors(kernel: str) -> None:
+def test_push_has_one_fence_and_whole_vectors(kernels_of_run: CompiledKernels, kernel: str) -> None:
     """The only fence is at the entry and in no loop. Memory that peers share is accessed 16 bytes at a time."""
-    code = machine_code(PUSH[kernel], 8, "bfloat16")[kernel]
+    code = kernels_of_run.machine_code(PUSH[kernel], 8, "bfloat16")[kernel]
     # The compiler puts one of MEMBAR.ALL.CTA in front of it where a kernel uses mailboxes.
     fences = [place for place, name in enumerate(code) if name.startswith("MEMBAR.ALL.SYS")]
     assert len(fences) == 1
@@ -138,16 +133,16 @@ def is_weak_load(name: str, wide: str = "") -> bool:
 @pytest.mark.parametrize(
     ("world_size", "dtype", "arch"),
     [
-        pytest.param(*each, marks=() if each[1:] == ("bfloat16", 90) else pytest.mark.thorough)
+        pytest.param(*each, marks=() if each == (8, "bfloat16", 90) else pytest.mark.thorough)
         for each in BEFORE_FENCE
     ],
 )
 @pytest.mark.parametrize("kernel", PUSH)
 def test_the_first_input_is_loaded_before_the_fence(
-    kernel: str, world_size: int, dtype: str, arch: int
+    kernels_of_run: CompiledKernels, kernel: str, world_size: int, dtype: str, arch: int
 ) -> None:
     """The fence waits for loads in flight: input and fence take the time of the slower one, not of both."""
-    code = machine_code(PUSH[kernel], world_size, dtype, arch)[kernel]
+    code = kernels_of_run.machine_code(PUSH[kernel], world_size, dtype, arch)[kernel]
     fence = next(place for place, name in enumerate(code) if name.startswith("MEMBAR"))
     # Epoch and poison are read by LD.E and LDG.E.STRONG.SYS.
     wide = "" if kernel == "push_all_gather" else ".128"
@@ -157,16 +152,16 @@ def test_the_first_input_is_loaded_before_the_fence(
 @pytest.mark.parametrize(
     ("world_size", "dtype", "arch"),
     [
-        pytest.param(*each, marks=() if each[1:] == ("bfloat16", 90) else pytest.mark.thorough)
+        pytest.param(*each, marks=() if each == (8, "bfloat16", 90) else pytest.mark.thorough)
         for each in BEFORE_FENCE
     ],
 )
 @pytest.mark.parametrize("kernel", [each for each in PUSH if "norm" in each])
 def test_residual_and_weight_are_loaded_before_the_poll_for_a_sum(
-    kernel: str, world_size: int, dtype: str, arch: int
+    kernels_of_run: CompiledKernels, kernel: str, world_size: int, dtype: str, arch: int
 ) -> None:
     """They come from this rank's own memory, so their time passes while the peers' data is awaited."""
-    code = machine_code(PUSH[kernel], world_size, dtype, arch)[kernel]
+    code = kernels_of_run.machine_code(PUSH[kernel], world_size, dtype, arch)[kernel]
     letters = {"LDG.E.128.STRONG": "P", "STG.E.128.STRONG": "S"}
     accesses = "".join(
         "l" if is_weak_load(name, ".128") else letters.get(name.removesuffix(".SYS"), "") for name in code
@@ -177,10 +172,12 @@ def test_residual_and_weight_are_loaded_before_the_poll_for_a_sum(
 
 
 @pytest.mark.parametrize("kernel", [*PUSH, "pull_one_shot", "pull_two_shot", "staged_all_gather"])
-def test_the_next_kernel_may_begin_only_when_no_peer_is_awaited(kernel: str) -> None:
+def test_the_next_kernel_may_begin_only_when_no_peer_is_awaited(
+    kernels_of_run: CompiledKernels, kernel: str
+) -> None:
     """Its blocks would otherwise take the room of a kernel that a peer needs first."""
     family = "shards" if kernel == "staged_all_gather" else PUSH.get(kernel, "pull")
-    code = machine_code(family, 8, "bfloat16")[kernel]
+    code = kernels_of_run.machine_code(family, 8, "bfloat16")[kernel]
     begins = [place for place, name in enumerate(code) if name.startswith("PREEXIT")]
     waits = [place for place, name in enumerate(code) if name.startswith("ACQBULK")]
     assert len(begins) == len(waits) == 1, code
@@ -192,9 +189,11 @@ def test_the_next_kernel_may_begin_only_when_no_peer_is_awaited(kernel: str) -> 
 
 
 @pytest.mark.parametrize("kernel", ["pull_one_shot", "pull_two_shot", "staged_all_gather"])
-def test_pull_releases_and_acquires_in_its_two_barriers(kernel: str) -> None:
+def test_pull_releases_and_acquires_in_its_two_barriers(kernels_of_run: CompiledKernels, kernel: str) -> None:
     """A release is a MEMBAR before the store, and an acquire is a CCTL.IVALL after the load."""
-    code = machine_code("shards" if kernel == "staged_all_gather" else "pull", 8, "bfloat16")[kernel]
+    code = kernels_of_run.machine_code("shards" if kernel == "staged_all_gather" else "pull", 8, "bfloat16")[
+        kernel
+    ]
     count = Counter(code)
     assert count["MEMBAR.ALL.SYS"] >= 2
     assert count["CCTL.IVALL"] >= 2
@@ -207,12 +206,12 @@ def test_pull_releases_and_acquires_in_its_two_barriers(kernel: str) -> None:
     [(90, 8, "bfloat16"), (90, 2, "float32"), (100, 8, "float16"), (103, 2, "bfloat16"), (120, 8, "float32")],
 )
 def test_multimem_fences_between_the_two_addresses_of_its_memory(
-    arch: int, world_size: int, dtype: str
+    kernels_of_run: CompiledKernels, arch: int, world_size: int, dtype: str
 ) -> None:
     """Behind each barrier, and before the first access by the other address, stands a proxy fence of every thread."""
-    check = compile_kernels(KernelVariant(arch, world_size, dtype, "multimem"))
+    check = kernels_of_run.compiled(KernelVariant(arch, world_size, dtype, "multimem"))
     assert set(USAGE.findall(check.log)) == {("0", "0", "0")}, check.log
-    code = machine_code("multimem", world_size, dtype, arch)["multimem_two_shot"]
+    code = kernels_of_run.machine_code("multimem", world_size, dtype, arch)["multimem_two_shot"]
     sums = [place for place, name in enumerate(code) if name.startswith("LDGMC")]
     assert len(sums) == 5
     # float32 is added in float32, halves with at least that precision (".acc::f32").
@@ -249,10 +248,10 @@ def test_multimem_fences_between_the_two_addresses_of_its_memory(
     [(90, 8, "bfloat16"), (90, 2, "float32"), (100, 8, "float16"), (120, 8, "float32")],
 )
 def test_one_shot_multimem_stores_nothing_at_the_address_of_all(
-    arch: int, world_size: int, dtype: str
+    kernels_of_run: CompiledKernels, arch: int, world_size: int, dtype: str
 ) -> None:
     """Between its two fenced barriers a rank only asks for sums, and stores them in memory of its own."""
-    code = machine_code("multimem", world_size, dtype, arch)["multimem_one_shot"]
+    code = kernels_of_run.machine_code("multimem", world_size, dtype, arch)["multimem_one_shot"]
     sums = [place for place, name in enumerate(code) if name.startswith("LDGMC")]
     assert len(sums) == 5
     # What is staged is the only strong store of a whole vector.
@@ -269,12 +268,15 @@ def test_one_shot_multimem_stores_nothing_at_the_address_of_all(
     assert begins[0] > second
 
 
-def test_only_newer_devices_get_multimem() -> None:
+def test_only_newer_devices_get_multimem(kernels_of_run: CompiledKernels) -> None:
     """Other families have no such instruction, and the module is refused for older devices."""
     with pytest.raises(CapabilityError, match=r"compute capability 9\.0, this GPU has 8\.9"):
         KernelVariant(89, 2, "float32", "multimem")
     assert not [
-        name for code in machine_code("pull", 2, "float32").values() for name in code if "LDGMC" in name
+        name
+        for code in kernels_of_run.machine_code("pull", 2, "float32").values()
+        for name in code
+        if "LDGMC" in name
     ]
     source = kernels.kernel_source()
     # Not even a build without families contains it for them.
@@ -282,9 +284,11 @@ def test_only_newer_devices_get_multimem() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["expert_dispatch", "expert_combine"])
-def test_an_exchange_of_experts_orders_its_rows_by_flags_alone(kernel: str) -> None:
+def test_an_exchange_of_experts_orders_its_rows_by_flags_alone(
+    kernels_of_run: CompiledKernels, kernel: str
+) -> None:
     """One release stores the flags and each load of one acquires; rows move 16 bytes at a time by weak accesses."""
-    code = machine_code("expert", 8, "bfloat16")[kernel]
+    code = kernels_of_run.machine_code("expert", 8, "bfloat16")[kernel]
     release = [place for place, name in enumerate(code) if name == "MEMBAR.ALL.SYS"]
     assert len(release) == 1
     count = Counter(code)
@@ -301,17 +305,18 @@ def test_an_exchange_of_experts_orders_its_rows_by_flags_alone(kernel: str) -> N
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(each, marks=[] if each == "bfloat16" else pytest.mark.thorough) for each in DTYPES]
+    ("world_size", "dtype"),
+    [(8, "bfloat16"), *(pytest.param(2, each, marks=pytest.mark.thorough) for each in DTYPES)],
 )
-def test_no_sum_uses_a_multiply_add(dtype: str) -> None:
+def test_no_sum_uses_a_multiply_add(kernels_of_run: CompiledKernels, world_size: int, dtype: str) -> None:
     """A multiply-add rounds once where the contract rounds twice. Only division and root use it inside."""
     for family in ("one_shot", "two_shot", "shards", "pull"):
-        for kernel, code in machine_code(family, 2, dtype).items():
+        for kernel, code in kernels_of_run.machine_code(family, world_size, dtype).items():
             assert not [name for name in code if re.match(r"[FHD]FMA|HADD2\.BF16|HMUL2", name)], kernel
-    for kernel, code in machine_code("expert", 2, dtype).items():
+    for kernel, code in kernels_of_run.machine_code("expert", world_size, dtype).items():
         # All its sums are of float32; HFMA2.MMA with zeros as factors loads a constant.
         assert not [name for name in code if name.startswith("FFMA")], kernel
-    for kernel, code in machine_code("norm", 2, dtype).items():
+    for kernel, code in kernels_of_run.machine_code("norm", world_size, dtype).items():
         fused = [name for name in code if name.startswith("FFMA")]
         # Mean, root and reciprocal are three short sequences, however many elements a vector has.
         assert 0 < len(fused) < 50, kernel
@@ -501,7 +506,7 @@ def test_an_architecture_that_the_compiler_does_not_know_gets_the_next_older_cod
 
     known = [75, 80, 86, 87, 90, 100, 110, 120]
     monkeypatch.setattr(kernels, "_call", older)
-    variant = KernelVariant(arch, 2, "float32", "norm")
+    variant = KernelVariant(arch, 2, "float32", "pull")
     assert compile_kernels(variant).cubin == compile_kernels(dataclasses.replace(variant, arch=target)).cubin
     for other in (101, 112):
         with pytest.raises(CapabilityError, match=f"compiles nothing for sm_{other}"):

@@ -19,8 +19,8 @@ class Figures:
         first_step_s: From the kill to the end of the first step that gave tokens in the next epoch.
         prepare_s: How long the longest preparation of the new groups took, beside the steps.
         blocked_s: How long the longest commit took, in which a rank made no step.
-        epochs: The epochs in which was served.
-        steps_beside: Steps with tokens that the others made from the start of the new workers to the commit.
+        epochs: The epochs in which replicas served.
+        steps_beside: Steps with tokens from the start of the new workers until they served.
     """
 
     first_step_s: float = 0.0
@@ -100,7 +100,8 @@ class Account:
             ("epochs", ", ".join(map(str, figures.epochs))),
             ("from the kill to the first good step", f"{figures.first_step_s * 1e3:,.0f} ms"),
             ("new groups prepared, beside the steps", f"{figures.prepare_s * 1e3:,.0f} ms"),
-            ("steps blocked by the commit", f"{figures.blocked_s * 1e3:,.1f} ms"),
+            ("steps blocked by the longest commit", f"{figures.blocked_s * 1e3:,.1f} ms"),
+            ("steps served while new workers started", f"{figures.steps_beside}"),
             ("answers", f"{len(answers)}"),
             ("  asked again, as their replica was lost", f"{lost}"),
             ("  by the new replica", f"{late}"),

@@ -25,10 +25,12 @@ POLL_S = 0.05
 # A worker is killed once its replica has given so many tokens, and is in the middle of an answer.
 TOKENS_BEFORE_KILL = (100, 300)
 TOKENS_OF_ANSWER = 5
-# The run ends once the new replica has given so many answers.
-ANSWERS_OF_NEWCOMERS = 8
+# The old replica leaves once the new one has given so many answers, and the run ends after so many more.
+ANSWERS_OF_NEWCOMERS = 6
 
-Phase = Literal["starting", "serving", "killed", "joining", "grown", "draining", "ending", "over"]
+Phase = Literal[
+    "starting", "serving", "killed", "joining", "grown", "leaving", "shrunk", "draining", "ending", "over"
+]
 
 
 def run_front_end(options: ElasticOptions, arguments: Sequence[str]) -> int:
@@ -89,10 +91,17 @@ class FrontEnd:
         self._account = account
         self._model: dict[str, Any] = {}
         self._ready: set[int] = set()
-        self._settled: dict[str, list[Mapping[str, Any]]] = {"rebuilt": [], "grown": [], "joined": []}
+        self._settled: dict[str, list[Mapping[str, Any]]] = {
+            how: [] for how in ("rebuilt", "grown", "joined", "shrunk")
+        }
         self._tokens_before_kill = random.Random(options.seed).randrange(*TOKENS_BEFORE_KILL)
         self._tokens: dict[int, int] = {}
         self._killed_s = 0.0
+        # The head of the replica that leaves, once that is planned.
+        self._leaver: Worker | None = None
+        self._is_told_to_leave = False
+        # Answers of the new replica when the old one had left.
+        self._shown = 0
         # How many newcomers were told to join: one after the other, as their order gives them their ranks.
         self._told_to_join = 0
         size = options.world_size
@@ -108,9 +117,8 @@ class FrontEnd:
             self._note_end(worker, status)
         self._do_next()
         if self.requests is not None and self.phase not in ("starting", "ending", "over"):
-            heads = [worker.number for worker in self._workers.all if worker.is_head]
-            is_open = self.phase != "draining"
-            for answer in self.requests.hand_out(heads, more=is_open):
+            heads = [each.number for each in self._workers.all if each.is_head and each is not self._leaver]
+            for answer in self.requests.hand_out(heads, more=self.phase != "draining"):
                 head = self._workers.all[answer.by]
                 head.tell(do="serve", number=answer.number, prompt=answer.prompt.tokens)
 
@@ -128,9 +136,14 @@ class FrontEnd:
             if 0 < message["number"] == self._told_to_join < self._options.tensor:
                 self._let_join()
         elif told == "failure":
-            self._account.tell(f"worker {worker.number}: {message['error']}", at_s)
-        elif told == "excluded":
-            self._account.tell(f"worker {worker.number} is left out with its replica, and ends", at_s)
+            self._account.tell(f"worker {worker.number}: {message['error'].partition('; ')[0]}", at_s)
+        elif told in ("excluded", "left"):
+            how = (
+                "is left out, as its replica has lost a rank"
+                if told == "excluded"
+                else "has left, as planned"
+            )
+            self._account.tell(f"worker {worker.number} {how}, and ends", at_s)
             self._leave(worker)
         elif told == "given up":
             self._account.tell(f"worker {worker.number}: the change is given up: {message['error']}", at_s)
@@ -170,26 +183,43 @@ class FrontEnd:
         if message["shard"] != worker.shard:
             raise RunError(f"worker {worker.number} has shard {worker.shard}, and place {message['shard']}")
         worker.rank, worker.replica, worker.epoch = message["rank"], message["replica"], message["epoch"]
-        self._settled[message["how"]].append(message)
+        settled = self._settled
+        settled[message["how"]].append(message)
         old, new = (REPLICAS - 1) * self._options.tensor, self._options.tensor
-        figures, settled = self._account.figures, self._settled
         if message["how"] == "rebuilt" and len(settled["rebuilt"]) == old:
             kept = "kept" if message["is_kept"] else "lost, and computed again"
-            self._tell_epoch(message, f"without old ranks {message['lost']}; caches are {kept}")
-        elif len(settled["grown"]) == old and len(settled["joined"]) == new:
-            figures.prepare_s = max(each["prepare_s"] for each in settled["grown"])
-            figures.blocked_s = max(each["blocked_s"] for each in settled["grown"])
-            self._tell_epoch(
-                message,
-                f"with new ranks {message['joined']}; prepared in {figures.prepare_s * 1e3:.0f} ms beside the steps, "
-                f"committed in {figures.blocked_s * 1e3:.1f} ms",
-            )
+            self._tell_epoch(message, f"caches are {kept}")
+        elif self.phase == "joining" and len(settled["grown"]) == old and len(settled["joined"]) == new:
+            self._tell_epoch(message, self._durations(settled["grown"]))
             self.phase = "grown"
+        elif self.phase == "leaving" and len(settled["shrunk"]) == new:
+            self._tell_epoch(message, self._durations(settled["shrunk"]))
+            self._shown = self._answers_of_newcomers()
+            self.phase = "shrunk"
+
+    def _durations(self, settled: Sequence[Mapping[str, Any]]) -> str:
+        """Note how long a planned change has taken on the rank that it has taken longest."""
+        prepare_s = max(each["prepare_s"] for each in settled)
+        blocked_s = max(each["blocked_s"] for each in settled)
+        figures = self._account.figures
+        figures.prepare_s = max(figures.prepare_s, prepare_s)
+        figures.blocked_s = max(figures.blocked_s, blocked_s)
+        return f"prepared in {prepare_s * 1e3:.0f} ms beside the steps, committed in {blocked_s * 1e3:.1f} ms"
 
     def _tell_epoch(self, message: Mapping[str, Any], text: str) -> None:
-        moved = ", ".join(f"{old} to {new}" for old, new in message["old_to_new"])
-        self._account.figures.epochs.append(message["epoch"])
-        self._account.tell(f"epoch {message['epoch']}: old ranks {moved}, {text}", message["at_s"])
+        """Tell who is where in a new epoch."""
+        epoch = message["epoch"]
+        members = sorted((each.rank, each.number) for each in self._workers.all if each.epoch == epoch)
+        moved = [f"{old} to {new}" for old, new in message["old_to_new"]]
+        changes = [f"old ranks {', '.join(moved)}"]
+        gone = "left" if message["how"] == "shrunk" else "lost"
+        changes += [f"{gone} {_listed(message['lost'])}"] if message["lost"] else []
+        changes += [f"new {_listed(message['joined'])}"] if message["joined"] else []
+        self._account.figures.epochs.append(epoch)
+        self._account.tell(
+            f"epoch {epoch}: {_workers([number for _, number in members])} ({'; '.join(changes)}); {text}",
+            message["at_s"],
+        )
 
     def _note_end(self, worker: Worker, status: int) -> None:
         was_killed = worker.number == self._options.victim and self._killed_s > 0.0
@@ -213,16 +243,17 @@ class FrontEnd:
         elif self.phase == "serving":
             self._kill_in_the_middle()
         elif self.phase == "joining" and not self._told_to_join and self._ready.issuperset(self.newcomers):
-            self._account.tell(f"{_workers(self.newcomers)} have loaded the model, and join")
+            self._account.tell(f"{_workers(self.newcomers)}: the model is loaded, may we join?")
             self._let_join()
         elif self.phase == "grown":
-            self._close_when_shown()
-        elif self.phase == "draining" and self.requests is not None and not self.requests.unfinished:
-            self._account.tell("all requests are answered; the workers end")
-            self.phase = "ending"
-            for worker in self._workers.all:
-                if worker.is_head:
-                    worker.tell(do="end")
+            self._let_old_replica_leave()
+        elif self.phase == "leaving":
+            self._part_when_idle()
+        elif self.phase == "shrunk":
+            if self._answers_of_newcomers() >= self._shown + ANSWERS_OF_NEWCOMERS:
+                self.phase = "draining"
+        elif self.phase == "draining":
+            self._close_when_idle()
         elif self.phase == "ending" and self._workers.are_over:
             self.phase = "over"
 
@@ -232,11 +263,11 @@ class FrontEnd:
         for worker in self._workers.all:
             worker.rank, worker.replica, worker.epoch = worker.number, worker.number // tensor, 0
         replicas = [
-            f"replica {each}: {_workers(range(each * tensor, (each + 1) * tensor))}"
+            f"replica {each} is {_workers(range(each * tensor, (each + 1) * tensor))}"
             for each in range(REPLICAS)
         ]
         self._account.figures.epochs.append(0)
-        self._account.tell(f"epoch 0: {'; '.join(replicas)}")
+        self._account.tell(f"epoch 0: {', '.join(replicas)}")
         self.phase = "serving"
 
     def _kill_in_the_middle(self) -> None:
@@ -250,8 +281,8 @@ class FrontEnd:
         self._killed_s = time.monotonic()
         kill(victim)
         self._account.tell(
-            f"SIGKILL to worker {victim.number} (replica {victim.replica}), in the middle of {len(begun)} answers: "
-            f"{sum(begun)} tokens of them have come",
+            f"SIGKILL to worker {victim.number}: its replica is in the middle of {len(begun)} answers, of which "
+            f"{sum(begun)} tokens have come",
             self._killed_s,
         )
         self.phase = "killed"
@@ -262,22 +293,49 @@ class FrontEnd:
             worker = self._workers.start(shard, joins=True)
             worker.tell(do="load", **self._model)
             self.newcomers.append(worker.number)
-        self._account.tell(f"{_workers(self.newcomers)} start, in place of the lost replica")
+        self._account.tell(f"start of {_workers(self.newcomers)} in place of the lost replica")
 
     def _let_join(self) -> None:
         self._workers.all[self.newcomers[self._told_to_join]].tell(do="join")
         self._told_to_join += 1
 
-    def _close_when_shown(self) -> None:
-        """Ask no more once the new replica has shown that it answers."""
+    def _answers_of_newcomers(self) -> int:
         assert self.requests is not None
-        if self.requests.finished_by(self.newcomers[0]) >= ANSWERS_OF_NEWCOMERS:
-            self._account.tell(
-                f"the new replica has given {ANSWERS_OF_NEWCOMERS} answers; nothing more is asked"
-            )
-            self.phase = "draining"
+        return self.requests.finished_by(self.newcomers[0])
+
+    def _let_old_replica_leave(self) -> None:
+        """Ask the old replica no more, once the new one has shown that it answers."""
+        if self._answers_of_newcomers() < ANSWERS_OF_NEWCOMERS:
+            return
+        self._leaver = next(each for each in self._workers.all if each.is_head)
+        self._account.tell(
+            f"the new replica has given {ANSWERS_OF_NEWCOMERS} answers; that of worker {self._leaver.number} is to "
+            "leave, and is asked no more"
+        )
+        self.phase = "leaving"
+
+    def _part_when_idle(self) -> None:
+        """Let the old replica leave once it has answered all that it had."""
+        assert self.requests is not None
+        assert self._leaver is not None
+        if not self._is_told_to_leave and not self.requests.of(self._leaver.number):
+            self._is_told_to_leave = True
+            self._leaver.tell(do="leave")
+
+    def _close_when_idle(self) -> None:
+        assert self.requests is not None
+        if not self.requests.unfinished:
+            self._account.tell("all requests are answered; the workers end")
+            self.phase = "ending"
+            for worker in self._workers.all:
+                if worker.is_head:
+                    worker.tell(do="end")
 
 
 def _workers(numbers: Sequence[int]) -> str:
     """Name some workers."""
-    return f"worker{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    return f"worker{'s' if len(numbers) > 1 else ''} {_listed(numbers)}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

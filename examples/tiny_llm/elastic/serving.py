@@ -10,14 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from coordinator import CommTimeoutError, DisagreementError, GroupBrokenError, ParallelGroups, PeerLostError
+from coordinator import (
+    CommTimeoutError,
+    DisagreementError,
+    GroupBrokenError,
+    ParallelGroups,
+    PeerLostError,
+)
 from coordinator.elastic import drop_replicas
 from examples.tiny_llm.group import ModelGroups
 from examples.tiny_llm.scheduler import Request, Scheduler
 from examples.tiny_llm.worker import StageWorker, run_step
 
-from .growth import Growth
 from .options import ElasticOptions
+from .planned_change import PlannedChange
 from .wire import Wire
 
 __all__ = ["ReplicaServer", "groups_of_replica"]
@@ -42,6 +48,7 @@ class Agreed(NamedTuple):
     Attributes:
         busy: Replicas that have requests.
         waiting: Workers that wait to join.
+        leaving: One more than the number of the replica that the front end lets leave; 0 if it lets none.
         prepared: Ranks that have done their part of a change.
         failed: Those of them for which it has failed.
         ending: Replicas that the front end has told to end.
@@ -49,6 +56,7 @@ class Agreed(NamedTuple):
 
     busy: int
     waiting: int
+    leaving: int
     prepared: int
     failed: int
     ending: int
@@ -87,15 +95,15 @@ class ReplicaServer:
         self._max_length = worker.max_length
         if groups_of_replica(groups).world.is_first_rank:
             self._scheduler = self._make_scheduler([])
-        self._growth: Growth | None = None
-        self._is_ending = False
+        self._planned: PlannedChange | None = None
+        self._is_ending = self._is_leaving = False
         self._steps = 0
         # Steps of the model in this epoch, also without requests.
         self._begun = self._done = 0
         self._waiting = 0
 
     def serve(self) -> None:
-        """Serve until the front end has told the replicas to end.
+        """Serve until the front end has told this replica to leave, or all replicas to end.
 
         Raises:
             ExcludedError: The others go on without this rank.
@@ -127,9 +135,8 @@ class ReplicaServer:
         """Meet the others, let members change if all are ready for it, and compute one step; False at the end."""
         self._hear()
         agreed = self._meet()
-        if agreed.ending:
+        if agreed.ending or not self._change_members(agreed):
             return False
-        self._change_members(agreed)
         if not agreed.busy:
             time.sleep(IDLE_S)
         self._begun += 1
@@ -146,20 +153,23 @@ class ReplicaServer:
         for message in self._wire.receive():
             if message["do"] == "end":
                 self._is_ending = True
+            elif message["do"] == "leave":
+                self._is_leaving = True
             elif self._scheduler is not None:
                 prompt = tuple(message["prompt"])
                 self._scheduler.submit(Request(message["number"], prompt, self._options.max_tokens))
 
     def _meet(self) -> Agreed:
         """Meet all other ranks, and return what they know together."""
-        scheduler, growth = self._scheduler, self._growth
-        if self._steps % STEPS_PER_LOOK == 0 and self.groups.world.is_first_rank and growth is None:
+        scheduler, planned = self._scheduler, self._planned
+        if self._steps % STEPS_PER_LOOK == 0 and self.groups.world.is_first_rank and planned is None:
             self._look_for_others()
         self._steps += 1
         is_busy = scheduler is not None and scheduler.running + scheduler.waiting > 0
-        is_prepared = growth is not None and growth.is_prepared
-        has_failed = is_prepared and growth is not None and growth.error is not None
-        known = [is_busy, self._waiting, is_prepared, has_failed, self._is_ending]
+        is_prepared = planned is not None and planned.is_prepared
+        has_failed = is_prepared and planned is not None and planned.error is not None
+        leaving = self.groups.dp.rank_in_group + 1 if self._is_leaving else 0
+        known = [is_busy, self._waiting, leaving, is_prepared, has_failed, self._is_ending]
         sums = self.groups.world.all_reduce(torch.tensor([int(each) for each in known]))
         return Agreed(*sums.tolist())
 
@@ -169,30 +179,43 @@ class ReplicaServer:
             self._say(told="waiting", number=waiting)
         self._waiting = waiting
 
-    def _change_members(self, agreed: Agreed) -> None:
-        """Prepare a change beside the steps if a whole replica waits, and go over to it once all have prepared."""
-        if self._growth is None:
-            if agreed.waiting >= self._options.tensor:
-                joining = agreed.waiting // self._options.tensor * self._options.tensor
-                self._growth = Growth(self.groups, joining)
-            return
+    def _change_members(self, agreed: Agreed) -> bool:
+        """Prepare a change beside the steps, and go over to it once all have prepared; False if this rank has left."""
+        if self._planned is None:
+            self._plan(agreed)
+            return True
         if agreed.prepared < self.groups.world.world_size:
-            return
-        growth, self._growth, self._waiting = self._growth, None, 0
+            return True
+        planned, self._planned = self._planned, None
+        self._waiting, self._is_leaving = 0, False
         if agreed.failed:
-            growth.give_up()
-            self._say(told="given up", error=str(growth.error))
-            return
+            planned.give_up()
+            self._say(told="given up", error=str(planned.error or "another rank could not prepare it"))
+            return True
         start_s = time.monotonic()
         try:
-            groups = growth.commit()
+            groups = planned.commit()
         except DisagreementError as error:
             # A rank has ended in the meantime. The old groups serve on, until the next step meets that rank.
             self._say(told="given up", error=str(error))
-            return
+            return True
         blocked_s = time.monotonic() - start_s
+        if groups is None:
+            self._say(told="left")
+            return False
         self._go_over(groups)
-        self.say_place("grown", prepare_s=growth.seconds, blocked_s=blocked_s)
+        how = "grown" if groups.change is not None and groups.change.joined else "shrunk"
+        self.say_place(how, prepare_s=planned.seconds, blocked_s=blocked_s)
+        return True
+
+    def _plan(self, agreed: Agreed) -> None:
+        """Begin a change if whole replicas wait to join, or one is to leave."""
+        tensor = self._options.tensor
+        if agreed.waiting >= tensor:
+            self._planned = PlannedChange(self.groups, join=agreed.waiting // tensor * tensor)
+        elif agreed.leaving:
+            first = (agreed.leaving - 1) * tensor
+            self._planned = PlannedChange(self.groups, leave=range(first, first + tensor))
 
     def _rebuild(self, error: Exception) -> None:
         """Go on with the ranks that are left.
@@ -202,9 +225,9 @@ class ReplicaServer:
         """
         start_s = time.monotonic()
         self._say(told="failure", error=str(error))
-        growth, self._growth, self._waiting = self._growth, None, 0
-        if growth is not None:
-            growth.give_up()
+        planned, self._planned, self._waiting = self._planned, None, 0
+        if planned is not None:
+            planned.give_up()
         groups = self.groups.rebuild(
             layout=drop_replicas, progress=self._begun + self._done, timeout_s=REBUILD_TIMEOUT_S
         )

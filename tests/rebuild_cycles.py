@@ -4,9 +4,11 @@
 socket; `Crowd` is the other side, in the process of the test, and starts members, asks and kills them.
 """
 
+import dataclasses
 import gc
 import os
 import random
+import select
 import shutil
 import signal
 import socket
@@ -20,9 +22,15 @@ from typing import Any, Self
 import torch
 
 from coordinator.elastic.joining import join_distributed_environment
-from coordinator.errors import PeerLostError
+from coordinator.elastic.layouts import LayoutRule, Placement, drop_replicas
+from coordinator.errors import CommError, DisagreementError, PeerLostError, UsageError
 from coordinator.groups import ParallelGroups
-from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
+from coordinator.layout import ParallelLayout
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.queue import QueueReader, QueueWriter
 from tests.rank_main import receive, send
@@ -95,6 +103,53 @@ def _use_queue(group: Any, cycle: int, writer: int) -> None:
         assert [end.dequeue(TIMEOUT_S) for _ in messages] == messages
 
 
+# --- layout rules -------------------------------------------------------------------------------------------------
+
+
+def pairs(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
+    """Let each two ranks share layers."""
+    kept = tuple(sorted(ranks))
+    return Placement(dataclasses.replace(layout, tensor=2, data=len(kept) // 2), kept)
+
+
+def raising(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
+    """Fail as a rule with a mistake does."""
+    return Placement(dataclasses.replace(layout, data=len(ranks) // 0), tuple(ranks))
+
+
+def malformed(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
+    """Return something else."""
+    del layout, ranks
+    return None  # type: ignore[return-value]
+
+
+def reversing(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
+    """Number the ranks from the other end."""
+    return Placement(dataclasses.replace(layout, data=len(ranks)), tuple(sorted(ranks, reverse=True)))
+
+
+def without_rank_2(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
+    """Have no place for rank 2."""
+    return drop_replicas(layout, set(ranks) - {2})
+
+
+RULES: dict[str, LayoutRule] = {
+    "replicas": drop_replicas,
+    "pairs": pairs,
+    "another shape": pairs,
+    "another order": reversing,
+    "raises": raising,
+    "is malformed": malformed,
+    "drops rank 2": without_rank_2,
+}
+
+
+def rule_of(name: str) -> LayoutRule:
+    """Return a rule by its name; with "on rank R" at its end it is what that rank has, and the others the default."""
+    what, is_of_one, rank = name.partition(" on rank ")
+    return drop_replicas if is_of_one and get_world_group().rank != int(rank) else RULES[what]
+
+
 # --- a member ---------------------------------------------------------------------------------------------------
 
 
@@ -118,13 +173,15 @@ class Member:
         self._has_world = True
         self._groups = ParallelGroups.from_sizes(tensor_parallel_size=tensor)
 
-    def join(self, replaces: int | None = None) -> list[Any]:
-        """Wait to be taken in; return this process's new rank."""
+    def join(self, replaces: int | None = None) -> list[Any] | str:
+        """Wait to be taken in; return what `said` does, or why it was not."""
         settings = CoordinatorSettings.resolve(timeout_s=TIMEOUT_S)
-        options = {} if replaces is None else {"replaces": replaces}
-        self._groups = join_distributed_environment(
-            self._path, settings=settings, timeout_s=TIMEOUT_S, **options
-        )
+        try:
+            self._groups = join_distributed_environment(
+                self._path, replaces=replaces, settings=settings, timeout_s=TIMEOUT_S
+            )
+        except (DisagreementError, UsageError) as error:
+            return str(error)
         return self.said()
 
     def said(self) -> list[Any]:
@@ -132,6 +189,17 @@ class Member:
         change = self.groups.change
         assert change is not None
         return [self.groups.world.rank, self.groups.world.world_size, change.epoch, list(change.lost)]
+
+    def change(self) -> dict[str, Any]:
+        """Return more of what has changed."""
+        change = self.groups.change
+        assert change is not None
+        return {
+            "places": list(change.places),
+            "joined": list(change.joined),
+            "old_to_new": change.old_to_new,
+            "tp": self.groups.tp.ranks,
+        }
 
     def use(self, cycle: int, writer: int = 0) -> None:
         """Call everything; see `use_all_planes`."""
@@ -146,12 +214,37 @@ class Member:
             self._groups = self.groups.rebuild(timeout_s=TIMEOUT_S)
         return self.said()
 
-    def exchange(self, leave: list[int], join: int) -> list[Any]:
+    def fail(self) -> str:
+        """As `rebuild`, for a rank that cannot go on; return how that ends."""
+        try:
+            self.rebuild()
+        except CommError as error:
+            return type(error).__name__
+        return ""
+
+    def waiting(self, leave: Sequence[int] = ()) -> int:
+        """Return how many processes wait to join."""
+        return self.groups.pending_members(leave=leave)
+
+    def see_waiting(self, count: int, leave: Sequence[int] = ()) -> None:
+        """Return once so many processes wait to join."""
+        wait_until(lambda: self.waiting(leave) == count, f"{count} processes that join", TIMEOUT_S, 0.002)
+
+    def refused(self, join: int, leave: Sequence[int] = (), rule: str = "replicas") -> str:
+        """Plan a change that is refused; return the reason."""
+        try:
+            self.groups.prepare(leave=leave, join=join, layout=rule_of(rule), timeout_s=TIMEOUT_S)
+        except DisagreementError as error:
+            return str(error).partition(": ")[2]
+        raise AssertionError(rule)
+
+    def exchange(self, leave: list[int], join: int, rule: str = "replicas") -> list[Any]:
         """Go over to other members as planned. Rank 0 asks whether they wait, and tells the others."""
         if self.groups.world.rank == 0:
-            wait_until(lambda: self.groups.pending_members() >= join, "processes that join", TIMEOUT_S, 0.002)
+            wait_until(lambda: self.waiting(leave) >= join, "processes that join", TIMEOUT_S, 0.002)
         self.groups.world.barrier()
-        self._groups = self.groups.prepare(leave=leave, join=join, timeout_s=TIMEOUT_S).commit()
+        plan = self.groups.prepare(leave=leave, join=join, layout=rule_of(rule), timeout_s=TIMEOUT_S)
+        self._groups = plan.commit()
         return [] if self._groups is None else self.said()
 
     def holds(self) -> list[int]:
@@ -264,6 +357,10 @@ class Crowd:
                 failures.append(str(error))
         assert not failures, "\n".join(failures)
         return found
+
+    def has_answered(self, number: int) -> bool:
+        """Return whether a member has ended its step."""
+        return bool(select.select([self._channels[number]], [], [], 0.0)[0])
 
     def kill(self, number: int) -> None:
         """Kill a member; release it once the others need not see it end any more."""

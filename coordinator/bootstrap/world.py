@@ -25,12 +25,16 @@ class Line:
         me: This process's number among all that were ever members; it stays the same.
         epoch: The epoch of the world, 0 for the first.
         members: The members of the epoch, by rank.
+        places: Their places in the order of ranks, by rank.
+        founders: How many members the first epoch had: their places are from 0 on.
     """
 
     store: dist.Store
     me: int
     epoch: int
     members: tuple[int, ...]
+    places: tuple[int, ...]
+    founders: int
 
 
 class World:
@@ -104,7 +108,8 @@ class World:
         # torch puts a prefix of its own before the keys of the store that it was given.
         given = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
         store = dist.PrefixStore("group_coordinator/elastic", given)
-        return Line(store, self.rank, 0, tuple(range(self.size)))
+        ranks = tuple(range(self.size))
+        return Line(store, self.rank, 0, ranks, ranks, self.size)
 
     def show(self) -> None:
         """Show this process's rank in the status page, once the epoch of this world has begun."""

@@ -13,6 +13,7 @@ from coordinator.elastic.part import Change, Recipe
 from coordinator.elastic.rebuilding import Membership, Plan, prepare, rebuild
 from coordinator.layout import ParallelLayout
 from device_comm.health import GroupHealth
+from shm_broadcast.errors import UsageError
 
 __all__ = ["ChangingGroups"]
 
@@ -69,7 +70,13 @@ class ChangingGroups(ABC):
         )
 
     def prepare(
-        self, *, leave: Collection[int] = (), join: int = 0, progress: int = 0, timeout_s: float = 30.0
+        self,
+        *,
+        leave: Collection[int] = (),
+        join: int = 0,
+        layout: LayoutRule = drop_replicas,
+        progress: int = 0,
+        timeout_s: float = 30.0,
     ) -> Plan[Self]:
         """Agree on a planned change and create its groups, while these serve. Collective over the world.
 
@@ -77,31 +84,53 @@ class ChangingGroups(ABC):
         may use these groups meanwhile. `Plan.commit` then takes no longer than an agreement.
 
         Args:
-            leave: Ranks that leave; whole replicas of the model. Equal on all ranks.
-            join: How many processes join; they form whole replicas behind the others. Equal on all ranks: let one rank
-                ask `pending_members` and send the others what it has found.
+            leave: Ranks that leave, with the default rule whole replicas of the model. Equal on all ranks.
+            join: How many processes join, the first of those that wait. They form whole replicas, behind the others or
+                in the places of members that were lost. Equal on all ranks: let one rank ask `pending_members` and send
+                the others what it has found.
+            layout: Chooses the layout of the ranks that stay, to which the replicas are added that the processes form;
+                a pure function, see `LayoutRule`. It must have a place for each rank that is not in `leave`. A rule of
+                your own is a change even if nobody leaves or joins.
             progress: See `rebuild`.
             timeout_s: See `rebuild`.
 
         Raises:
             UsageError: It is no change, or the members of this world cannot change. Nothing is sent.
-            DisagreementError: A rank could not go on, with the reason, or could not create its groups. All raise it.
+            DisagreementError: A rank could not go on, with the reason, or could not create its groups; the layout rule
+                has raised, or ranks have different ones. All raise it, and the groups serve on.
             CommTimeoutError: Ranks did not come, too few wait to join, or a member has ended.
             NativeError: The store is gone.
         """
         return prepare(
-            self._membership(), progress, leave, join, timeout_s, self._create_again, self._destroy_all
+            self._membership(),
+            layout,
+            progress,
+            leave,
+            join,
+            timeout_s,
+            self._create_again,
+            self._destroy_all,
         )
 
-    def pending_members(self, *, timeout_s: float = 30.0) -> int:
+    def pending_members(self, *, leave: Collection[int] = (), timeout_s: float = 30.0) -> int:
         """Return how many processes wait in `join_distributed_environment`. Not collective; asks the store.
 
+        A process that waits for the place of a member that serves does not count.
+
+        Args:
+            leave: Ranks whose places are to be free.
+            timeout_s: How long the store may take, in seconds.
+
         Raises:
-            UsageError: The members of this world cannot change.
+            UsageError: The members of this world cannot change, or there is no such rank.
             CommTimeoutError: The store does not answer within `timeout_s`.
             NativeError: The store is gone.
         """
-        return len(joiners.pending(self._membership().world.line().store, "pending_members", timeout_s))
+        line = self._membership().world.line()
+        if not set(leave) <= set(range(len(line.places))):
+            raise UsageError(f"pending_members: leave={tuple(leave)} are no {len(line.places)} ranks")
+        staying = [place for rank, place in enumerate(line.places) if rank not in leave]
+        return len(joiners.pending(line, staying, "pending_members", timeout_s))
 
     @abstractmethod
     def destroy(self) -> None:

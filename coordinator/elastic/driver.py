@@ -14,6 +14,7 @@ from coordinator.elastic import protocol
 from coordinator.elastic.protocol import (
     Build,
     Choose,
+    Chosen,
     Dead,
     Discard,
     Get,
@@ -43,11 +44,11 @@ class Actions(Protocol):
     def dead(self) -> frozenset[int]:
         """Return the members whose processes have provably ended."""
 
-    def choose(self, alive: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the next members, in the order of their new ranks; None if too few wait to join."""
+    def choose(self, alive: tuple[int, ...]) -> Chosen | None:
+        """Return the next members and their layout; None if too few wait to join."""
 
-    def judge(self, number: int, members: tuple[int, ...], notes: Mapping[int, str]) -> str:
-        """Return why this rank cannot go on with these members, or an empty text."""
+    def judge(self, chosen: Chosen, notes: Mapping[int, str]) -> str:
+        """Return why this rank cannot go on with what was chosen, or an empty text."""
 
     def tear_down(self) -> None:
         """Destroy the groups of the last epoch. Idempotent."""
@@ -133,7 +134,7 @@ class Driver:
             return self._actions.choose(wants.alive)
         if isinstance(wants, Judge):
             self._number = wants.number
-            return self._actions.judge(wants.number, wants.members, wants.presences)
+            return self._actions.judge(wants.chosen, wants.presences)
         if isinstance(wants, TearDown):
             return self._actions.tear_down()
         if isinstance(wants, Build):

@@ -1,7 +1,8 @@
-"""Processes that wait to join: how they are numbered, and who of them still waits."""
+"""Processes that wait to join: how they are numbered, who of them still waits, and whose place is free."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.world import Line
-from coordinator.elastic.part import note_of
+from coordinator.elastic.part import Joiner, note_of
 from coordinator.elastic.protocol import Presence
 from shm_broadcast.liveness import process_state, this_process
 
@@ -21,26 +22,51 @@ _FIRST: Final = 1 << 31
 _presence_decoder: Final = msgspec.json.Decoder(Presence)
 
 
-def new_line(store: dist.Store, where: str, timeout_s: float) -> Line:
-    """Return the line of a process that is to join: it has a number, and knows no members yet."""
+def new_line(store: dist.Store, replaces: int | None, where: str, timeout_s: float) -> Line:
+    """Return the line of a process that is to join: it has a number and a place, and knows no members yet."""
     elastic = dist.PrefixStore("group_coordinator/elastic", store)
     number = ask_store(lambda: elastic.add("joiners", 1), where, timeout_s)
-    return Line(elastic, _FIRST + number - 1, 0, ())
+    me = _FIRST + number - 1
+    return Line(elastic, me, 0, (), (me if replaces is None else replaces,), 0)
 
 
-def pending(store: dist.Store, where: str, timeout_s: float) -> tuple[int, ...]:
-    """Return the members that wait to join, in the order in which they came, without those that have ended."""
+def pending(line: Line, staying: Collection[int], where: str, timeout_s: float) -> tuple[Joiner, ...]:
+    """Return who waits to join and could, in the order in which they came.
 
-    def question() -> tuple[int, ...]:
-        members = range(_FIRST, _FIRST + store.add("joiners", 0))
-        return tuple(member for member in members if _waits(store, member))
+    Those that have ended are left out, and those whose place is not free. One that names a place that nobody ever had
+    is refused.
+
+    Args:
+        line: The epochs so far.
+        staying: Places that are not free.
+        where: Begins the text of an error.
+        timeout_s: How long the store may take, in seconds.
+    """
+
+    def question() -> tuple[Joiner, ...]:
+        store, held, found = line.store, set(staying), []
+        ever = range(_FIRST, _FIRST + store.add("joiners", 0))
+        for member in ever:
+            place = _place_of(store, member)
+            if place is None:
+                continue
+            if not 0 <= place < line.founders and place not in ever:
+                store.set(f"refused/{member}", f"there was never a member {place} that it could replace")
+            elif place not in held:
+                held.add(place)
+                found.append(Joiner(member, place))
+        return tuple(found)
 
     return ask_store(question, where, timeout_s)
 
 
-def _waits(store: dist.Store, member: int) -> bool:
+def _place_of(store: dist.Store, member: int) -> int | None:
+    """Return the place of a process that waits; None if it does not."""
     # Who was invited takes part in one change. If that is given up, it joins anew, as another member.
-    if store.check([f"invited/{member}"]) or not store.check([f"joining/{member}"]):
-        return False
+    if store.check([f"invited/{member}"]) or store.check([f"refused/{member}"]):
+        return None
+    if not store.check([f"joining/{member}"]):
+        return None
     note = note_of(_presence_decoder.decode(store.get(f"joining/{member}")).note)
-    return not this_process().sees(note.process) or process_state(note.process) != "dead"
+    has_ended = this_process().sees(note.process) and process_state(note.process) == "dead"
+    return None if has_ended else note.place

@@ -14,6 +14,7 @@ from coordinator.elastic.rebuilding import join_members
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings
+from shm_broadcast.errors import UsageError
 
 __all__ = ["join_distributed_environment"]
 
@@ -21,6 +22,7 @@ __all__ = ["join_distributed_environment"]
 def join_distributed_environment(
     store: dist.Store | str,
     *,
+    replaces: int | None = None,
     local_rank: int | None = None,
     settings: CoordinatorSettings | None = None,
     timeout_s: float = 300.0,
@@ -34,20 +36,25 @@ def join_distributed_environment(
     Args:
         store: The store of the world that was started with `elastic=True`: `file:///DIRECTORY`, or the store from which
             torch.distributed was initialised there.
+        replaces: The member whose place this process takes among the ranks: its number in `Change.places`, which is the
+            rank with which it was started. The place is free once that member is lost or leaves; until then the process
+            waits. None puts it behind all ranks.
         local_rank: Index of this process's device on its host; None takes the current device.
         settings: Settings of the groups, equal to those of the others; default: read from the environment.
         timeout_s: How long to wait for each step, in seconds.
 
     Returns:
-        The groups, in which this process has one of the last ranks; `change` says what has changed.
+        The groups; `change` says what has changed. The rank is one of the last, or follows from the place.
 
     Raises:
         CommTimeoutError: Nobody has taken it in, or the store does not answer.
         DisagreementError: The change was given up after all. The process may call this again.
-        UsageError: `store` is none, or no run goes on there.
+        UsageError: `store` is none, or no run goes on there; or there never was a member `replaces`.
         SettingsError: The environment has a setting that is unknown or malformed.
         NativeError: The store is gone.
     """
+    if replaces is not None and (isinstance(replaces, bool) or not isinstance(replaces, int) or replaces < 0):
+        raise UsageError(f"replaces must be the number of a member, not {replaces!r}")
     settings = settings or CoordinatorSettings.from_env()
     given, leave = join_later(store) if isinstance(store, str) else (store, _nothing)
 
@@ -61,7 +68,7 @@ def join_distributed_environment(
         )
 
     try:
-        line = joiners.new_line(given, "join_distributed_environment", timeout_s)
+        line = joiners.new_line(given, replaces, "join_distributed_environment", timeout_s)
         return join_members(line, settings, timeout_s, create, leave)
     except BaseException:
         leave()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 from coordinator.layout import ParallelLayout
 from shm_broadcast.errors import UsageError
 
-__all__ = ["LayoutRule", "Placement", "drop_replicas", "grown"]
+__all__ = ["LayoutRule", "Placement", "drop_replicas", "grown", "merged", "torn_replicas"]
 
 
 class Placement(NamedTuple):
@@ -26,7 +26,7 @@ class Placement(NamedTuple):
 
 LayoutRule: TypeAlias = Callable[[ParallelLayout, Collection[int]], Placement]
 """(old layout, old ranks that are left) -> `Placement`. It must be pure: every rank computes it by itself. If only the
-ranks that it has chosen are left, it must choose all of them, in the same order."""
+ranks that it has chosen are left, it must choose all of them, in the same order, and the same layout."""
 
 
 def drop_replicas(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
@@ -79,3 +79,29 @@ def grown(layout: ParallelLayout, joined: int) -> ParallelLayout:
     stage = data * layout.context * layout.tensor
     expert = layout.expert if layout.expert is None or stage % layout.expert == 0 else None
     return dataclasses.replace(layout, data=data, shard=shard, expert=expert)
+
+
+def merged(kept: Sequence[int], joined: Sequence[int]) -> tuple[int, ...]:
+    """Return the places of the next epoch, in the order of its ranks.
+
+    Args:
+        kept: Those of the ranks that go on, in their order, which stays.
+        joined: Those of the ranks that join, each of which comes before the first of `kept` that is larger.
+    """
+    places = list(kept)
+    for place in sorted(joined):
+        larger = (at for at, each in enumerate(places) if each > place)
+        places.insert(next(larger, len(places)), place)
+    return tuple(places)
+
+
+def torn_replicas(old: ParallelLayout, new: ParallelLayout, kept: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the replicas of `old` that ranks which join would tear apart, each as ranks of `old`.
+
+    Args:
+        old: The layout of the ranks that go on, alone.
+        new: The layout with those that join.
+        kept: The new rank of each rank of `old`.
+    """
+    whole = set(new.groups("replica"))
+    return [each for each in old.groups("replica") if tuple(kept[rank] for rank in each) not in whole]

@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.world import Line, World
-from coordinator.elastic.layouts import LayoutRule, Placement, grown
+from coordinator.elastic.layouts import LayoutRule, Placement, grown, merged, torn_replicas
+from coordinator.elastic.protocol import Chosen
 from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings, differences
 from shm_broadcast.errors import InternalError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
 
-__all__ = ["Change", "Groups", "Note", "Part", "Rebuildable", "Recipe", "note_of", "settings_facts"]
+__all__ = ["Change", "Groups", "Joiner", "Note", "Part", "Rebuildable", "Recipe", "note_of", "settings_facts"]
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -28,6 +29,9 @@ class Change(msgspec.Struct, frozen=True):
         joined: New ranks of members that were none before, ascending.
         old_to_new: The new rank of each old rank that goes on.
         progress: What each new rank has passed as `progress`.
+        places: The place of each new rank, a number that stays with its member: its rank in the first epoch, that of
+            the member that it replaces, or a larger one for a process that has joined behind all. What is missing
+            here of the ranks of the first epoch can be replaced; see `join_distributed_environment`.
     """
 
     epoch: int
@@ -35,6 +39,7 @@ class Change(msgspec.Struct, frozen=True):
     joined: tuple[int, ...]
     old_to_new: dict[int, int]
     progress: tuple[int, ...]
+    places: tuple[int, ...]
 
 
 class Recipe(msgspec.Struct, frozen=True):
@@ -63,6 +68,8 @@ class Note(msgspec.Struct, frozen=True):
         settings: Settings that must be equal on all ranks.
         facts: Further facts that must be equal on those that were members before.
         progress: What the caller has passed.
+        place: Its place in the order of ranks.
+        founders: How many members the first epoch had; 0 from one that joins.
         rank: Its rank in the last epoch; None for one that joins.
         recipe: None for one that joins.
         create_s: How long to create the groups at most, in seconds; equal on those that were members before, whose
@@ -73,9 +80,23 @@ class Note(msgspec.Struct, frozen=True):
     settings: dict[str, str]
     facts: dict[str, str]
     progress: int
+    place: int
+    founders: int = 0
     rank: int | None = None
     recipe: Recipe | None = None
     create_s: float = 0.0
+
+
+class Joiner(msgspec.Struct, frozen=True):
+    """A process that waits to join.
+
+    Attributes:
+        member: Its number as a member.
+        place: Its place in the order of ranks.
+    """
+
+    member: int
+    place: int
 
 
 _decoder: Final = msgspec.json.Decoder(Note)
@@ -114,6 +135,7 @@ class Part(Generic[Groups]):
     Attributes:
         line: The epochs so far. For one that joins it has no members.
         note: What it tells the others.
+        rule_error: What the layout rule has raised last, if it has.
     """
 
     def __init__(
@@ -124,10 +146,10 @@ class Part(Generic[Groups]):
         create: Callable[[World, Recipe, ParallelLayout, float], Groups],
         tear_down: Callable[[], None],
         *,
-        rule: LayoutRule,
+        rule: LayoutRule | None = None,
         min_members: int = 1,
         leave: Collection[int] = (),
-        pending: Callable[[], Sequence[int]] = tuple,
+        pending: Callable[[Collection[int]], Sequence[Joiner]] | None = None,
         joins: int = 0,
         old: World | None = None,
         leave_store: Callable[[], None] | None = None,
@@ -140,10 +162,10 @@ class Part(Generic[Groups]):
             watch: The processes of the members of the last epoch, by member; it stays the caller's.
             create: Creates the groups of a layout in a world, as a recipe says, within some seconds.
             tear_down: Destroys the groups of the last epoch.
-            rule: Chooses the ranks that go on.
+            rule: Chooses the ranks that go on; None for a process that joins.
             min_members: Refuse to go on with fewer.
             leave: Ranks that leave.
-            pending: Returns the members that wait to join, by the order in which they came.
+            pending: Returns who waits to join, in the order in which they came, beside members with these places.
             joins: How many of these are to join.
             old: The world of the last epoch; None for a process that joins.
             leave_store: Lets go of the store of a process that joins, once the groups that it gets are destroyed.
@@ -165,48 +187,59 @@ class Part(Generic[Groups]):
         self._made: Groups | None = None
         self._world: World | None = None
         self._notes: dict[int, Note] = {}
+        self._layout: ParallelLayout | None = None
+        self.rule_error: Exception | None = None
 
     def dead(self) -> frozenset[int]:
         """Return the members whose processes have provably ended."""
         joining = () if self._joining is None else self._joining.lost()
         return frozenset(self._watch.lost()).union(joining)
 
-    def choose(self, alive: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the next members; None if too few wait to join."""
+    def choose(self, alive: tuple[int, ...]) -> Chosen | None:
+        """Return the next members and their layout; None if too few wait to join."""
         members = self.line.members
-        ranks = [members.index(member) for member in alive]
-        joining = tuple(self._pending())[: self._joins] if self._joins else ()
-        if len(joining) < self._joins:
-            return None
         try:
-            kept = self._kept(self._own_recipe().layout, ranks)
-        except UsageError:
-            # All of them refuse, with the reason: each asks its own rule.
-            return alive
-        return (*(members[rank] for rank in kept.ranks), *joining)
+            kept = self._kept([members.index(member) for member in alive])
+            places = [self.line.places[rank] for rank in kept.ranks]
+            joining = tuple(self._pending(places))[: self._joins] if self._pending is not None else ()
+            if len(joining) < self._joins:
+                return None
+            layout = grown(kept.layout, len(joining))
+        except UsageError as error:
+            return Chosen(alive, refusal=f"rank {self.note.rank} cannot go on: {error}")
+        by_place = dict(zip(places, (members[rank] for rank in kept.ranks), strict=True))
+        by_place |= {each.place: each.member for each in joining}
+        order = merged(places, [each.place for each in joining])
+        return Chosen(tuple(by_place[place] for place in order), msgspec.json.encode(layout).decode())
 
-    def _own_recipe(self) -> Recipe:
-        if self.note.recipe is None:
-            raise InternalError("a process that joins has no groups to choose from")
-        return self.note.recipe
-
-    def _kept(self, layout: ParallelLayout, ranks: Collection[int]) -> Placement:
+    def _kept(self, ranks: Collection[int]) -> Placement:
         """Return what the rule chooses of `ranks`, without those that leave."""
-        left = [rank for rank in sorted(ranks) if rank not in self._leave]
-        found, kept = self._rule(layout, tuple(left))
-        if not set(kept) <= set(left) or len(set(kept)) != len(kept) or found.world_size != len(kept):
-            raise UsageError(f"the layout rule has chosen ranks {list(kept)} of {left} for {found}")
+        if self._rule is None or self.note.recipe is None:
+            raise InternalError("a process that joins has no groups to choose from")
+        left = tuple(rank for rank in sorted(ranks) if rank not in self._leave)
+        try:
+            found, kept = self._rule(self.note.recipe.layout, left)
+            is_fitting = set(kept) <= set(left) and found.world_size == len(kept) == len(set(kept))
+        except UsageError:
+            raise
+        except Exception as error:
+            self.rule_error = error
+            raise UsageError(f"the layout rule has failed: {type(error).__name__}: {error}") from error
+        if not is_fitting:
+            raise UsageError(f"the layout rule has chosen ranks {list(kept)} of {list(left)} for {found}")
         return Placement(found, tuple(kept))
 
-    def judge(self, number: int, members: tuple[int, ...], notes: Mapping[int, str]) -> str:
-        """Return why this process cannot go on with these members, or an empty text."""
-        del number
+    def judge(self, chosen: Chosen, notes: Mapping[int, str]) -> str:
+        """Return why this process cannot go on with what was chosen, or an empty text."""
         said = self._notes = {member: note_of(note) for member, note in notes.items()}
         fresh = {member: note.process for member, note in said.items() if note.rank is None}
         self._forget_joining()
         self._joining = PeerWatch(
             self.note.process, {k: v for k, v in fresh.items() if v != self.note.process}
         )
+        if chosen.refusal:
+            return chosen.refusal
+        members = chosen.members
         settings = {rank: said[member].settings for rank, member in enumerate(members)}
         facts = {note.rank: note.facts for note in said.values() if note.rank is not None}
         if any(each != self.note.settings for each in settings.values()):
@@ -215,31 +248,34 @@ class Part(Generic[Groups]):
             return f"ranks disagree: {'; '.join(differences(facts))}"
         if len(members) < self._min_members:
             return f"{len(members)} members are left, min_members is {self._min_members}"
-        me = _name(self.line.me, said[self.line.me])
-        going = [said[member].rank for member in members]
-        kept = tuple(rank for rank in going if rank is not None)
-        try:
-            placed = self._placed(members)
-        except UsageError as error:
-            return f"{me} cannot go on with ranks {list(kept)}: {error}"
-        stranded = {note.rank for note in said.values() if note.rank is not None}.difference(
-            kept, self._leave
-        )
-        if stranded and self.note.rank is not None:
-            return f"rank(s) {sorted(stranded)} would have no whole replica left: let them leave too"
-        if placed.ranks != kept:
-            return (
-                f"the layout rule chooses ranks {list(placed.ranks)} on {me} and {list(kept)} on another: it must be a "
-                "pure function of the layout and the ranks that are left"
-            )
-        return ""
+        self._layout = msgspec.json.decode(chosen.layout, type=ParallelLayout)
+        return "" if self.note.rank is None else self._judge_layout(members, self._layout)
 
-    def _placed(self, members: tuple[int, ...]) -> Placement:
-        """Return the new layout, and the old ranks that go on: what every member computes alike."""
-        said = [self._notes[member] for member in members]
-        old = [note.rank for note in said if note.rank is not None]
-        kept = self._kept(self._recipe().layout, old)
-        return Placement(grown(kept.layout, len(members) - len(old)), kept.ranks)
+    def _judge_layout(self, members: tuple[int, ...], layout: ParallelLayout) -> str:
+        """Return why this rank of the last epoch would not have chosen this layout of these members."""
+        old = {rank: self._notes[member].rank for rank, member in enumerate(members)}
+        kept = tuple(each for each in old.values() if each is not None)
+        before = {note.rank for note in self._notes.values() if note.rank is not None}
+        stranded = sorted(before.difference(kept, self._leave))
+        if stranded:
+            return f"the layout has no place for rank(s) {stranded}: let them leave too"
+        try:
+            own = self._kept(kept)
+            expected = grown(own.layout, len(members) - len(kept))
+        except UsageError as error:
+            return f"rank {self.note.rank} cannot go on with ranks {list(kept)}: {error}"
+        if (own.ranks, expected) != (kept, layout):
+            return (
+                f"the layout rule chooses ranks {list(own.ranks)} for {expected} on rank {self.note.rank}, and "
+                f"{list(kept)} for {layout} on another: it must be a pure function of the layout and the ranks that "
+                "are left"
+            )
+        torn = torn_replicas(own.layout, layout, [rank for rank, each in old.items() if each is not None])
+        if torn:
+            ranks = [[kept[each] for each in replica] for replica in torn]
+            places = [self._notes[member].place for rank, member in enumerate(members) if old[rank] is None]
+            return f"members with places {places} would join in the middle of the replicas of ranks {ranks}"
+        return ""
 
     def _recipe(self) -> Recipe:
         for note in self._notes.values():
@@ -255,13 +291,17 @@ class Part(Generic[Groups]):
 
     def build(self, number: int, members: tuple[int, ...]) -> None:
         """Create the groups of these members."""
-        line = Line(self.line.store, self.line.me, number, members)
+        notes = [self._notes[member] for member in members]
+        places, founders = tuple(note.place for note in notes), max(note.founders for note in notes)
+        line = Line(self.line.store, self.line.me, number, members, places, founders)
         store = dist.PrefixStore(f"epoch/{number}", line.store)
         fork_guard.protect(store)
-        processes = {rank: self._notes[member].process for rank, member in enumerate(members)}
+        processes = {rank: note.process for rank, note in enumerate(notes)}
         self._world = World(members.index(line.me), len(members), store, _nothing, processes, line)
         create_s = max(note.create_s for note in self._notes.values())
-        self._made = self._create(self._world, self._recipe(), self._placed(members).layout, create_s)
+        if self._layout is None:
+            raise InternalError("groups are to be created without a layout")
+        self._made = self._create(self._world, self._recipe(), self._layout, create_s)
 
     def discard(self) -> None:
         """Destroy what `build` has made."""
@@ -292,6 +332,7 @@ class Part(Generic[Groups]):
             joined=tuple(rank for rank, note in enumerate(notes) if note.rank is None),
             old_to_new=old_to_new,
             progress=tuple(note.progress for note in notes),
+            places=tuple(note.place for note in notes),
         )
 
     def _forget_joining(self) -> None:
@@ -312,10 +353,6 @@ class Part(Generic[Groups]):
             # No groups have followed those that were torn down: another try needs the store.
             self._old.take_over(self._leave_store)
             self._leave_store = None
-
-
-def _name(member: int, note: Note) -> str:
-    return f"member {member}, which joins," if note.rank is None else f"rank {note.rank}"
 
 
 def _nothing() -> None:

@@ -15,6 +15,7 @@ import msgspec
 __all__ = [
     "Build",
     "Choose",
+    "Chosen",
     "Complete",
     "Dead",
     "Discard",
@@ -74,11 +75,22 @@ class Dead(msgspec.Struct, frozen=True):
     """Return which members' processes have provably ended, as a frozen set."""
 
 
-class Choose(msgspec.Struct, frozen=True):
-    """Return who is a member next, in the order of the new ranks: of those that are alive, and of those that join.
+class Chosen(msgspec.Struct, frozen=True):
+    """Who is a member next.
 
-    None as long as too few wait to join.
+    Attributes:
+        members: In the order of the new ranks.
+        layout: The layout that they get, as the driver writes it.
+        refusal: Why nobody can go on; empty if the members can.
     """
+
+    members: tuple[int, ...]
+    layout: str = ""
+    refusal: str = ""
+
+
+class Choose(msgspec.Struct, frozen=True):
+    """Return who is `Chosen`: of those that are alive, and of those that join. None as long as too few wait to join."""
 
     alive: tuple[int, ...]
 
@@ -94,13 +106,13 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class Judge(msgspec.Struct, frozen=True):
-    """Return why this voter cannot go on with these members, or an empty text. Nothing has changed yet.
+    """Return why this voter cannot go on with what was chosen, or an empty text. Nothing has changed yet.
 
     `presences` has the notes of all voters.
     """
 
     number: int
-    members: tuple[int, ...]
+    chosen: Chosen
     presences: dict[int, str]
 
 
@@ -190,14 +202,19 @@ class _Decided(msgspec.Struct, frozen=True):
     """The value of `members`.
 
     Attributes:
-        members: Who they are, in the order of their ranks.
+        chosen: Who they are.
         voters: Who confirms that: the members, and those that leave in a planned change.
         is_planned: Whether it is one.
     """
 
-    members: tuple[int, ...]
+    chosen: Chosen
     voters: tuple[int, ...]
     is_planned: bool
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Return who they are, in the order of their ranks."""
+        return self.chosen.members
 
 
 _presence_decoder: Final = msgspec.json.Decoder(Presence)
@@ -248,11 +265,14 @@ def join(me: int, note: str) -> Steps:
     """Wait until a planned change has a place for this process, and take part in it; see `agree_on_members`.
 
     Returns:
-        `Prepared`; `Refused` if a member could not go on; `Late` if nobody has invited it in time.
+        `Prepared`; `Refused` if a member could not go on, or, with number 0, if nobody will ever take it in; `Late` if
+        nobody has invited it in time.
     """
     yield Put(f"joining/{me}", msgspec.json.encode(Presence((), note)).decode())
     while True:
-        found = yield Get((f"invited/{me}",))
+        found = yield Get((f"invited/{me}", f"refused/{me}"))
+        if f"refused/{me}" in found:
+            return Refused(0, found[f"refused/{me}"])
         if found:
             number = int(found[f"invited/{me}"])
             decided = yield Get((_key(number, "members"),))
@@ -300,7 +320,7 @@ def _state_of(number: int) -> Steps:
 def _take_part(me: int, number: int, decided: _Decided) -> Steps:
     """Return the end of an attempt for one of its voters; None if the next attempt is to follow."""
     members, is_planned = decided.members, decided.is_planned
-    refusal = yield Judge(number, members, (yield from _notes(number, decided.voters)))
+    refusal = yield Judge(number, decided.chosen, (yield from _notes(number, decided.voters)))
     yield Put(_key(number, "confirm", me), refusal or OK)
     go = yield from _gather(number, "confirm", "go", decided.voters)
     if go != OK:
@@ -359,8 +379,8 @@ def _decide(me: int, number: int, electorate: tuple[int, ...], note: str, *, is_
         if is_enough and not (is_planned and (silent or gone)):
             chosen = yield Choose(alive)
             if chosen is not None:
-                leave = (member for member in electorate if is_planned and member not in chosen)
-                decided = _Decided(chosen, (*chosen, *leave), is_planned)
+                leave = (member for member in electorate if is_planned and member not in chosen.members)
+                decided = _Decided(chosen, (*chosen.members, *leave), is_planned)
                 value = yield Swap(_key(number, "members"), msgspec.json.encode(decided).decode())
                 return _decided_decoder.decode(value)
         if gone or (waited == 2 and is_planned):

@@ -48,8 +48,18 @@ class Membership(msgspec.Struct, frozen=True):
         """Return what this rank tells the others."""
         facts = {"layout": str(self.recipe.layout), "call": call, "timeout_s": str(timeout_s)}
         settings = settings_facts(self.settings)
-        create_s = Deadlines(timeout_s).step_s
-        return Note(this_process(), settings, facts, progress, self.world.rank, self.recipe, create_s)
+        line, rank = self.world.line(), self.world.rank
+        return Note(
+            this_process(),
+            settings,
+            facts,
+            progress,
+            line.places[rank],
+            founders=line.founders,
+            rank=rank,
+            recipe=self.recipe,
+            create_s=Deadlines(timeout_s).step_s,
+        )
 
     def others(self, line: Line) -> dict[int, ProcessIdentity]:
         """Return the other members' processes, by member."""
@@ -100,11 +110,12 @@ def rebuild(
         end = driver.run(protocol.agree_on_members(line.me, line.epoch, line.members, _text(note)))
         if isinstance(end, Complete):
             return part.begin(end.number, end.members)
-    raise _failure(end, where, line, timeout_s)
+    raise _failure(end, where, line, timeout_s) from part.rule_error
 
 
 def prepare(
     old: Membership,
+    rule: LayoutRule,
     progress: int,
     leave: Collection[int],
     join: int,
@@ -114,15 +125,16 @@ def prepare(
 ) -> Plan[Groups]:
     """Agree on a planned change, and create its groups beside those that serve. See `ParallelGroups.prepare`."""
     size = old.world.size
-    if not set(leave) <= set(range(size)) or join < 0 or not (leave or join):
+    is_change = leave or join or rule is not drop_replicas
+    if not set(leave) <= set(range(size)) or join < 0 or not is_change:
         raise UsageError(f"prepare: leave={tuple(leave)} and join={join} is no change of {size} ranks")
     line = old.world.line()
     note = old.note(progress, f"prepare with leave={sorted(leave)}, join={join}", timeout_s)
     where = f"prepare (rank {old.world.rank} of epoch {line.epoch})"
     choices = {
-        "rule": drop_replicas,
+        "rule": rule,
         "leave": leave,
-        "pending": lambda: joiners.pending(line.store, where, timeout_s),
+        "pending": lambda staying: joiners.pending(line, staying, where, timeout_s),
         "joins": join,
         "old": old.world,
     }
@@ -134,7 +146,7 @@ def prepare(
         )
         if isinstance(end, Prepared):
             return Plan(part, old, end, timeout_s, held.pop_all())
-    raise _failure(end, where, line, timeout_s)
+    raise _failure(end, where, line, timeout_s) from part.rule_error
 
 
 def join_members(
@@ -145,15 +157,18 @@ def join_members(
     leave_store: Callable[[], None],
 ) -> Groups:
     """Wait for a planned change with a place for this process, and take part. See `join_distributed_environment`."""
-    note = Note(this_process(), settings_facts(settings), {}, 0)
-    where = f"join (member {line.me})"
-    choices = {"rule": drop_replicas, "leave_store": leave_store}
-    with _taking_part(line, note, {}, timeout_s, where, create, _nothing, **choices) as (part, driver):
+    (place,) = line.places
+    note = Note(this_process(), settings_facts(settings), {}, 0, place)
+    is_behind = place == line.me
+    where = f"join (member {line.me})" if is_behind else f"join (member {line.me}, in the place of {place})"
+    taking_part = _taking_part(line, note, {}, timeout_s, where, create, _nothing, leave_store=leave_store)
+    with taking_part as (part, driver):
         end = driver.run(protocol.join(line.me, _text(note)))
         if isinstance(end, Refused):
-            raise DisagreementError(f"{where}: {end.reason}")
+            raise (DisagreementError if end.number else UsageError)(f"{where}: {end.reason}")
         if not isinstance(end, Prepared):
-            raise CommTimeoutError(f"{where}: nobody has taken it in within {timeout_s:.1f} s")
+            hint = "" if is_behind else f"; the place is free once member {place} is lost or leaves"
+            raise CommTimeoutError(f"{where}: nobody has taken it in within {timeout_s:.1f} s{hint}")
         decision = driver.run(protocol.commit(line.me, end.number, end.members))
         if decision != protocol.OK:
             part.discard()

@@ -192,6 +192,6 @@ def half_a_replica_leaves(rank: int, world_size: int, directory: Path) -> list[A
 def test_a_rank_that_is_not_named_never_leaves() -> None:
     """Its replica would lose a rank that leaves, so that the change is refused, until it is named too."""
     found = run_ranks(half_a_replica_leaves, 4)
-    told = "rank(s) [2] would have no whole replica left: let them leave too"
+    told = "the layout has no place for rank(s) [2]: let them leave too"
     assert found[2:] == [[told], [told]]
     assert found[:2] == [[told, 1.0, 1.0, 0.0, [0, 1]], [told, 1.0, 1.0, 1.0, [0, 1]]]

@@ -17,6 +17,7 @@ from coordinator.elastic import protocol
 from coordinator.elastic.protocol import (
     Build,
     Choose,
+    Chosen,
     Dead,
     Discard,
     End,
@@ -292,7 +293,7 @@ def _answers(
     if isinstance(wants, Choose):
         joiners = tuple(me for me in range(limits.members, len(state.places)) if f"joining/{me}" in store)
         stay = tuple(member for member in wants.alive if member not in limits.leavers)
-        yield (None if len(joiners) < limits.joiners else stay + joiners), {}
+        yield (None if len(joiners) < limits.joiners else Chosen(stay + joiners)), {}
     elif isinstance(wants, Put):
         yield None, {"store": _sorted({**store, wants.key: wants.value})}
     elif isinstance(wants, Get):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.elastic.layouts import drop_replicas
+from coordinator.elastic.layouts import drop_replicas, merged, torn_replicas
 from coordinator.layout import ParallelLayout
 from shm_broadcast.errors import UsageError
 
@@ -50,3 +50,18 @@ def test_the_rule_chooses_the_ranks_that_it_has_chosen(
     assert set(placed.ranks) <= left
     assert placed.layout.world_size == len(placed.ranks)
     assert drop_replicas(layout, placed.ranks) == placed
+
+
+def test_a_place_is_before_the_first_larger_one() -> None:
+    """Those that go on keep their order, whatever it is; a place without a larger one is the last."""
+    assert merged((0, 1, 3), (2, 9)) == (0, 1, 2, 3, 9)
+    assert merged((3, 0), (1, 2)) == (1, 2, 3, 0)
+    assert merged((), (5, 4)) == (4, 5)
+
+
+def test_replicas_that_are_torn_apart_are_named() -> None:
+    """Processes may come between two replicas, not into one."""
+    two, three = ParallelLayout(tensor=2, data=2), ParallelLayout(tensor=2, data=3)
+    assert torn_replicas(two, three, (0, 1, 4, 5)) == []
+    assert torn_replicas(two, three, (2, 3, 4, 5)) == []
+    assert torn_replicas(two, three, (0, 1, 3, 4)) == [(2, 3)]

@@ -102,12 +102,10 @@ class FrontEnd:
         self._is_told_to_leave = False
         # Answers of the new replica when the old one had left.
         self._shown = 0
-        # How many newcomers were told to join: one after the other, as their order gives them their ranks.
-        self._told_to_join = 0
         size = options.world_size
         account.tell(f"{size} workers start: {REPLICAS} replicas of a model, TP {options.tensor} each")
         for rank in range(size):
-            workers.start(rank % options.tensor, joins=False)
+            workers.start(rank % options.tensor)
 
     def advance(self) -> None:
         """Hear what the workers say, for a moment, and do what is next."""
@@ -132,9 +130,10 @@ class FrontEnd:
             self._take_model(message)
         elif told == "ready":
             self._ready.add(worker.number)
-        elif told == "waiting":
-            if 0 < message["number"] == self._told_to_join < self._options.tensor:
-                self._let_join()
+            if worker.number in self.newcomers:
+                self._account.tell(
+                    f"worker {worker.number} has loaded its part of the model, and joins", at_s
+                )
         elif told == "failure":
             self._account.tell(f"worker {worker.number}: {message['error'].partition('; ')[0]}", at_s)
         elif told in ("excluded", "left"):
@@ -242,9 +241,6 @@ class FrontEnd:
             self._open()
         elif self.phase == "serving":
             self._kill_in_the_middle()
-        elif self.phase == "joining" and not self._told_to_join and self._ready.issuperset(self.newcomers):
-            self._account.tell(f"{_workers(self.newcomers)}: the model is loaded, may we join?")
-            self._let_join()
         elif self.phase == "grown":
             self._let_old_replica_leave()
         elif self.phase == "leaving":
@@ -289,15 +285,13 @@ class FrontEnd:
 
     def _start_newcomers(self) -> None:
         self.phase = "joining"
-        for shard in range(self._options.tensor):
-            worker = self._workers.start(shard, joins=True)
+        tensor = self._options.tensor
+        first = self._options.victim // tensor * tensor
+        for shard in range(tensor):
+            worker = self._workers.start(shard, replaces=first + shard)
             worker.tell(do="load", **self._model)
             self.newcomers.append(worker.number)
         self._account.tell(f"start of {_workers(self.newcomers)} in place of the lost replica")
-
-    def _let_join(self) -> None:
-        self._workers.all[self.newcomers[self._told_to_join]].tell(do="join")
-        self._told_to_join += 1
 
     def _answers_of_newcomers(self) -> int:
         assert self.requests is not None

@@ -27,11 +27,11 @@ class LaunchedWorker(LaunchedRank):
 
     Attributes:
         socket: Descriptor of the worker's end of its socket to the front end.
-        joins: Whether it joins replicas that serve; the others begin together, and `rank` is their rank.
+        replaces: The first worker whose place among the ranks it takes; None for one of the first workers.
     """
 
     socket: int = -1
-    joins: bool = False
+    replaces: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> ElasticOptions:
     )
 
 
-def _launched(number: str, directory: str, launcher_pid: str, socket: str, joins: str) -> LaunchedWorker:
+def _launched(number: str, directory: str, launcher_pid: str, socket: str, replaces: str) -> LaunchedWorker:
     """Read what `processes` passes to a worker."""
-    return LaunchedWorker(int(number), Path(directory), int(launcher_pid), int(socket), joins == "joins")
+    place = None if replaces == "nobody" else int(replaces)
+    return LaunchedWorker(int(number), Path(directory), int(launcher_pid), int(socket), place)

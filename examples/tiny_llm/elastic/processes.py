@@ -79,17 +79,17 @@ class Workers:
             worker.wire.close()
         self._selector.close()
 
-    def start(self, shard: int, *, joins: bool) -> Worker:
+    def start(self, shard: int, replaces: int | None = None) -> Worker:
         """Start one.
 
         Args:
             shard: See `Worker`.
-            joins: Whether it joins replicas that serve.
+            replaces: See `LaunchedWorker`.
         """
         number = len(self.all)
         ours, theirs = socket.socketpair()
-        how = "joins" if joins else "begins"
-        launched = (str(number), str(self._directory), str(os.getpid()), str(theirs.fileno()), how)
+        place = "nobody" if replaces is None else str(replaces)
+        launched = (str(number), str(self._directory), str(os.getpid()), str(theirs.fileno()), place)
         with theirs:
             process = subprocess.Popen(  # noqa: S603 - our own program
                 [sys.executable, "-m", __package__ or "", *self._arguments, "--launched", *launched],

@@ -163,7 +163,7 @@ class ReplicaServer:
         """Meet all other ranks, and return what they know together."""
         scheduler, planned = self._scheduler, self._planned
         if self._steps % STEPS_PER_LOOK == 0 and self.groups.world.is_first_rank and planned is None:
-            self._look_for_others()
+            self._waiting = self.groups.pending_members()
         self._steps += 1
         is_busy = scheduler is not None and scheduler.running + scheduler.waiting > 0
         is_prepared = planned is not None and planned.is_prepared
@@ -172,12 +172,6 @@ class ReplicaServer:
         known = [is_busy, self._waiting, leaving, is_prepared, has_failed, self._is_ending]
         sums = self.groups.world.all_reduce(torch.tensor([int(each) for each in known]))
         return Agreed(*sums.tolist())
-
-    def _look_for_others(self) -> None:
-        waiting = self.groups.pending_members()
-        if waiting != self._waiting:
-            self._say(told="waiting", number=waiting)
-        self._waiting = waiting
 
     def _change_members(self, agreed: Agreed) -> bool:
         """Prepare a change beside the steps, and go over to it once all have prepared; False if this rank has left."""

@@ -54,7 +54,7 @@ def run_worker(options: ElasticOptions, launched: LaunchedWorker) -> int:
         wire.send({**message, "at_s": time.monotonic()})
 
     try:
-        begin = _join if launched.joins else _begin
+        begin = _begin if launched.replaces is None else _join
         server = begin(options, launched, wire, say)
         try:
             server.serve()
@@ -99,12 +99,14 @@ def _join(
     options: ElasticOptions, launched: LaunchedWorker, wire: Wire, say: Callable[..., None]
 ) -> ReplicaServer:
     """Load the weights first, and then join replicas that serve: they count on this worker once it is a member."""
-    # Which part of the model it will hold follows from its place in the order of those that join.
-    place = fake_groups(ParallelLayout(tensor=options.tensor), launched.rank % options.tensor)
+    # The place says which part of the model it will hold.
+    assert launched.replaces is not None
+    place = fake_groups(ParallelLayout(tensor=options.tensor), launched.replaces % options.tensor)
     stage_worker = _load(options, wire, ModelGroups(place.tp, place.tp, place.pp))
     say(told="ready")
-    _wait_for(wire, "join")
-    groups = join_distributed_environment(_rendezvous(launched), timeout_s=JOIN_TIMEOUT_S)
+    groups = join_distributed_environment(
+        _rendezvous(launched), replaces=launched.replaces, timeout_s=JOIN_TIMEOUT_S
+    )
     stage_worker.use(groups_of_replica(groups))
     server = ReplicaServer(groups, stage_worker, wire, say, options)
     server.say_place("joined")
@@ -117,17 +119,9 @@ def _rendezvous(launched: LaunchedWorker) -> str:
 
 def _load(options: ElasticOptions, wire: Wire, groups: ModelGroups) -> StageWorker:
     """Load this worker's part of the model, once the front end says from where."""
-    told = _wait_for(wire, "load")
+    (told,) = wire.receive(None)
     directory = Path(told["directory"])
     stage = LlamaStage(ModelConfig.from_directory(directory), groups, told["max_length"])
     with Checkpoint(directory) as checkpoint:
         load_weights(stage, checkpoint)
     return StageWorker(stage, options.slots, Sampler())
-
-
-def _wait_for(wire: Wire, what: str) -> dict[str, Any]:
-    """Return the front end's next message, which is this one."""
-    messages = wire.receive(None)
-    if [message["do"] for message in messages] != [what]:
-        raise ConnectionError(f"the front end has said {messages}, and not {what!r}")
-    return messages[0]

@@ -26,6 +26,7 @@ from coordinator.group import GroupCoordinator
 from coordinator.layout import Dimension, ParallelLayout, RankLists
 from coordinator.settings import CoordinatorSettings
 from coordinator.torch_interop.device_mesh import layout_of_mesh, mesh_of
+from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import UsageError
 from shm_broadcast.reports.log_fields import log_fields
@@ -327,6 +328,10 @@ class ParallelGroups(ChangingGroups):
 
     def _healths(self) -> list[GroupHealth]:
         return [group._health for group in [*self.by_name().values(), *self._retired]]  # noqa: SLF001 - ours
+
+    def _communicators(self) -> list[DeviceCommunicator]:
+        groups = self.owned() if self.owns_world else [*self.owned(), self.world]
+        return [group.device_communicator for group in groups]
 
     def _create_again(
         self, own: World, recipe: Recipe, layout: ParallelLayout, create_timeout_s: float

@@ -486,6 +486,13 @@ class DeviceCommunicator(OutputForms, FusedForms):
         """
         del timeout_s
 
+    def check_device(self) -> None:
+        """Raise if the device has failed, so that this process cannot go on with it. Not collective; does not wait.
+
+        Raises:
+            CudaError: It has.
+        """
+
     def quiesce(self, timeout_s: float) -> None:
         """Wait until nothing runs on the device any more, and let go of the peers' memory; `destroy` follows.
 

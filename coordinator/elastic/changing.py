@@ -8,10 +8,12 @@ from typing import Self
 
 from coordinator.bootstrap.world import World
 from coordinator.elastic import joiners
+from coordinator.elastic.ending import ending_of
 from coordinator.elastic.layouts import LayoutRule, drop_replicas
 from coordinator.elastic.part import Change, Recipe
 from coordinator.elastic.rebuilding import Membership, Plan, prepare, rebuild
 from coordinator.layout import ParallelLayout
+from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import UsageError
 
@@ -65,7 +67,7 @@ class ChangingGroups(ABC):
             min_members,
             timeout_s,
             self._create_again,
-            self._destroy_all,
+            ending_of(self._communicators(), self._destroy_all),
             self._healths(),
         )
 
@@ -109,7 +111,7 @@ class ChangingGroups(ABC):
             join,
             timeout_s,
             self._create_again,
-            self._destroy_all,
+            ending_of(self._communicators(), self._destroy_all),
         )
 
     def pending_members(self, *, leave: Collection[int] = (), timeout_s: float = 30.0) -> int:
@@ -147,6 +149,10 @@ class ChangingGroups(ABC):
     @abstractmethod
     def _healths(self) -> list[GroupHealth]:
         """Return whether the groups can be used, for all that `_destroy_all` destroys."""
+
+    @abstractmethod
+    def _communicators(self) -> list[DeviceCommunicator]:
+        """Return the device communicators of all that `_destroy_all` destroys, in that order, equal on all ranks."""
 
     @abstractmethod
     def _create_again(

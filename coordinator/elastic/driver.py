@@ -51,7 +51,7 @@ class Actions(Protocol):
         """Return why this rank cannot go on with what was chosen, or an empty text."""
 
     def tear_down(self) -> None:
-        """Destroy the groups of the last epoch. Idempotent."""
+        """Let nothing of the last epoch run any more; `build` frees it. Idempotent."""
 
     def build(self, number: int, members: tuple[int, ...]) -> None:
         """Create the groups of these members. Raises `CommError` if that fails."""

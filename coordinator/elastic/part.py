@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Generic, Protocol, Self, TypeVar
 
@@ -10,14 +11,18 @@ import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.world import Line, World
+from coordinator.elastic.ending import Ending, Meeting
 from coordinator.elastic.layouts import LayoutRule, Placement, grown, merged, torn_replicas
 from coordinator.elastic.protocol import Chosen
 from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings, differences
-from shm_broadcast.errors import InternalError, UsageError
+from shm_broadcast.errors import CommError, InternalError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
+from shm_broadcast.reports.log_fields import log_fields
 
 __all__ = ["Change", "Groups", "Joiner", "Note", "Part", "Rebuildable", "Recipe", "note_of", "settings_facts"]
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -144,7 +149,8 @@ class Part(Generic[Groups]):
         note: Note,
         watch: PeerWatch,
         create: Callable[[World, Recipe, ParallelLayout, float], Groups],
-        tear_down: Callable[[], None],
+        ending: Ending,
+        step_s: float,
         *,
         rule: LayoutRule | None = None,
         min_members: int = 1,
@@ -161,7 +167,8 @@ class Part(Generic[Groups]):
             note: See above.
             watch: The processes of the members of the last epoch, by member; it stays the caller's.
             create: Creates the groups of a layout in a world, as a recipe says, within some seconds.
-            tear_down: Destroys the groups of the last epoch.
+            ending: How the groups of the last epoch end.
+            step_s: How long a step may take, in seconds.
             rule: Chooses the ranks that go on; None for a process that joins.
             min_members: Refuse to go on with fewer.
             leave: Ranks that leave.
@@ -174,7 +181,10 @@ class Part(Generic[Groups]):
         self.note: Note = note
         self._watch = watch
         self._create = create
-        self._tear_down = tear_down
+        self._ending = ending
+        self._step_s = step_s
+        # Whether this process has let go of the groups of the last epoch, to make the next ones.
+        self._is_at_rest = False
         self._rule = rule
         self._min_members = min_members
         self._leave = frozenset(leave)
@@ -189,11 +199,21 @@ class Part(Generic[Groups]):
         self._notes: dict[int, Note] = {}
         self._layout: ParallelLayout | None = None
         self.rule_error: Exception | None = None
+        # Why this process cannot go on with its device.
+        self.unfit: CommError | None = None
+
+    def check_device(self) -> None:
+        """Find out whether this process can go on with its device; if not, it counts as one that has ended."""
+        try:
+            self._ending.check()
+        except CommError as error:
+            self.unfit = error
 
     def dead(self) -> frozenset[int]:
-        """Return the members whose processes have provably ended."""
+        """Return the members whose processes have provably ended, and this one if it cannot go on with its device."""
         joining = () if self._joining is None else self._joining.lost()
-        return frozenset(self._watch.lost()).union(joining)
+        unfit = () if self.unfit is None else (self.line.me,)
+        return frozenset(self._watch.lost()).union(joining, unfit)
 
     def choose(self, alive: tuple[int, ...]) -> Chosen | None:
         """Return the next members and their layout; None if too few wait to join."""
@@ -284,13 +304,60 @@ class Part(Generic[Groups]):
         raise UsageError("nobody of the last epoch goes on")
 
     def tear_down(self) -> None:
-        """Destroy the groups of the last epoch, but keep the store."""
+        """Let nothing of the last epoch run any more; `build` destroys its groups, once all members have come so far.
+
+        If the device does not allow that, `build` raises the error, and this process takes part in no further attempt.
+        """
+        self._keep_store()
+        self._is_at_rest = True
+        try:
+            self._ending.quiesce(self._step_s / 2)
+        except CommError as error:
+            self.unfit = error
+
+    def _keep_store(self) -> None:
         if self._old is not None and self._leave_store is None:
             self._leave_store = self._old.hand_over()
-        self._tear_down()
+
+    def _free(self, number: int, members: Collection[int]) -> None:
+        """Meet `members`, which have come to rest, and destroy the groups of the last epoch."""
+        ranks = {}
+        for member in members:
+            rank = self._notes[member].rank
+            if rank is not None:
+                ranks[member] = rank
+        where = f"the end of epoch {self.line.epoch}"
+        meeting = Meeting(self.line.store, number, self.line.me, self.dead, where)
+        meeting.come(ranks, self._step_s)
+        self._ending.met(ranks.values())
+        self._ending.destroy()
+
+    def finish(self, number: int) -> None:
+        """End the groups of the last epoch behind the commit of a planned change, with all of its members.
+
+        Raises:
+            CudaError, CommTimeoutError: The device has failed, or does not come to rest: this process cannot go on.
+        """
+        self._keep_store()
+        try:
+            self._ending.quiesce(self._step_s / 2)
+        except CommError:
+            self.discard()
+            raise
+        try:
+            self._free(number, self.line.members)
+        except CommError as error:
+            # The change is decided. The new groups find whoever is lost; what it may have open is kept.
+            logger.warning("%s", error, extra=log_fields(rank=self.note.rank, call="commit"))
+        finally:
+            self._ending.destroy()
 
     def build(self, number: int, members: tuple[int, ...]) -> None:
-        """Create the groups of these members."""
+        """Create the groups of these members, behind the end of the last ones if they were torn down."""
+        if self.unfit is not None:
+            raise self.unfit
+        if self._is_at_rest:
+            self._free(number, members)
         notes = [self._notes[member] for member in members]
         places, founders = tuple(note.place for note in notes), max(note.founders for note in notes)
         line = Line(self.line.store, self.line.me, number, members, places, founders)

@@ -11,6 +11,7 @@ import msgspec
 from coordinator.bootstrap.world import Line, World
 from coordinator.elastic import joiners, protocol
 from coordinator.elastic.driver import Deadlines, Driver
+from coordinator.elastic.ending import NOTHING, Ending
 from coordinator.elastic.layouts import LayoutRule, drop_replicas
 from coordinator.elastic.part import Change, Groups, Note, Part, Recipe, settings_facts
 from coordinator.elastic.protocol import Complete, Excluded, Prepared, Refused
@@ -76,15 +77,16 @@ def _taking_part(
     timeout_s: float,
     where: str,
     create: Create[Groups],
-    tear_down: Callable[[], None],
+    ending: Ending,
     **choices: Any,
 ) -> Iterator[tuple[Part[Groups], Driver]]:
     """Yield this process's part in an agreement, and who drives it; `choices` are those of `Part`."""
+    deadlines = Deadlines(timeout_s)
     with (
         closing(PeerWatch(note.process, others)) as watch,
-        closing(Part(line, note, watch, create, tear_down, **choices)) as part,
+        closing(Part(line, note, watch, create, ending, deadlines.step_s, **choices)) as part,
     ):
-        yield part, Driver(line.store, line.me, part, Deadlines(timeout_s), where)
+        yield part, Driver(line.store, line.me, part, deadlines, where)
 
 
 def rebuild(
@@ -94,7 +96,7 @@ def rebuild(
     min_members: int,
     timeout_s: float,
     create: Create[Groups],
-    tear_down: Callable[[], None],
+    ending: Ending,
     healths: Sequence[GroupHealth],
 ) -> Groups:
     """Agree with the other ranks on who is left, and create their groups. See `ParallelGroups.rebuild`."""
@@ -103,14 +105,18 @@ def rebuild(
     note = old.note(progress, f"rebuild with min_members={min_members}", timeout_s)
     where = f"rebuild (rank {old.world.rank} of epoch {line.epoch})"
     choices = {"rule": rule, "min_members": min_members, "old": old.world}
-    with _taking_part(line, note, old.others(line), timeout_s, where, create, tear_down, **choices) as (
+    with _taking_part(line, note, old.others(line), timeout_s, where, create, ending, **choices) as (
         part,
         driver,
     ):
+        part.check_device()
         end = driver.run(protocol.agree_on_members(line.me, line.epoch, line.members, _text(note)))
         if isinstance(end, Complete):
             return part.begin(end.number, end.members)
-    raise _failure(end, where, line, timeout_s) from part.rule_error
+    failure = _failure(end, where, line, timeout_s)
+    if part.unfit is None:
+        raise failure from part.rule_error
+    raise ExcludedError(f"{failure}; it cannot go on with its device: {part.unfit}") from part.unfit
 
 
 def prepare(
@@ -121,7 +127,7 @@ def prepare(
     join: int,
     timeout_s: float,
     create: Create[Groups],
-    tear_down: Callable[[], None],
+    ending: Ending,
 ) -> Plan[Groups]:
     """Agree on a planned change, and create its groups beside those that serve. See `ParallelGroups.prepare`."""
     size = old.world.size
@@ -138,7 +144,7 @@ def prepare(
         "joins": join,
         "old": old.world,
     }
-    taking_part = _taking_part(line, note, old.others(line), timeout_s, where, create, tear_down, **choices)
+    taking_part = _taking_part(line, note, old.others(line), timeout_s, where, create, ending, **choices)
     with ExitStack() as held:
         part, driver = held.enter_context(taking_part)
         end = driver.run(
@@ -161,7 +167,7 @@ def join_members(
     note = Note(this_process(), settings_facts(settings), {}, 0, place)
     is_behind = place == line.me
     where = f"join (member {line.me})" if is_behind else f"join (member {line.me}, in the place of {place})"
-    taking_part = _taking_part(line, note, {}, timeout_s, where, create, _nothing, leave_store=leave_store)
+    taking_part = _taking_part(line, note, {}, timeout_s, where, create, NOTHING, leave_store=leave_store)
     with taking_part as (part, driver):
         end = driver.run(protocol.join(line.me, _text(note)))
         if isinstance(end, Refused):
@@ -239,6 +245,8 @@ class Plan(Generic[Groups]):
             DisagreementError: A rank has aborted the change or has ended; the groups of the last epoch serve on.
             UsageError: The change is over.
             NativeError: The store is gone.
+            CudaError, CommTimeoutError: The change is made, but this rank cannot go on with its device. The others find
+                it gone.
         """
         line, end = self._old.world.line(), self._end
         if self._phase != "prepared":
@@ -247,18 +255,19 @@ class Plan(Generic[Groups]):
             decision = self._run("commit", protocol.commit(line.me, end.number, end.members))
         else:
             decision = self._run("commit", protocol.await_decision(end.number))
-        self._held.close()
         if decision != protocol.OK:
+            self._held.close()
             self._phase = "aborted"
             self._part.discard()
             reason = decision.removeprefix(protocol.LOST)
             raise DisagreementError(f"commit: the change was given up, the old groups serve on: {reason}")
         self._phase = "committed"
-        self._part.tear_down()
-        if line.me in end.members:
-            return self._part.begin(end.number, end.members)
-        self._part.leave()
-        return None
+        with self._held:
+            self._part.finish(end.number)
+            if line.me in end.members:
+                return self._part.begin(end.number, end.members)
+            self._part.leave()
+            return None
 
     def abort(self, reason: str = "a rank has aborted it") -> None:
         """Give the change up, for all ranks; those that call `commit` get `DisagreementError` with the reason.
@@ -294,7 +303,3 @@ def _failure(
 
 def _text(note: Note) -> str:
     return msgspec.json.encode(note).decode()
-
-
-def _nothing() -> None:
-    """Do nothing: a process that joins has no groups of the last epoch."""

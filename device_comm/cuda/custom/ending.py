@@ -45,6 +45,11 @@ class EndingCommunicator(OrderedCommunicator):
         for each in self._kernels():
             each.stop(max(deadline - time.monotonic(), 0.0))
 
+    def check_device(self) -> None:
+        """Raise if the device has failed: the driver's calls return the errors of earlier launches."""
+        if self._opened is not None and not self._health.is_inherited:
+            self._opened.event_destroy(self._opened.event_create())
+
     def quiesce(self, timeout_s: float) -> None:
         """End NCCL, wait until nothing runs on the device any more, and unmap the memory of the peers.
 

@@ -3,15 +3,20 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.errors import CommTimeoutError, ExcludedError, PeerLostError
+from coordinator.elastic.ending import Meeting
+from coordinator.elastic.part import Part
+from coordinator.errors import CommTimeoutError, ExcludedError, GroupBrokenError, PeerLostError
+from coordinator.groups import ParallelGroups
 from device_comm.nccl.connection import NcclConnection
-from tests.device_groups import over_nccl, stub_faults
+from tests.device_groups import over_cuda, over_nccl, stub_faults
+from tests.fake_cuda import FakeFaults, violations
 from tests.harness import run_ranks
 from tests.multiproc.coordinator.test_rebuild import elastic_groups, end, failing, use
 from tests.native.nccl_stub.build import build_stub
@@ -20,6 +25,10 @@ from tests.waiting import wait_until
 from tests.worlds import meet
 
 TIMEOUT_S = 20.0
+GROUPS_OF_THREE = 4
+"""`world`, `dp`, `rdp` and `ep` of three replicas of one rank."""
+# The keeper of a communicator may find the loss before a call does.
+LOST = (PeerLostError, GroupBrokenError)
 OLD, NEW = 5, 3
 """Groups of several ranks: `world`, `tp`, `dp`, `rdp` and `ep` of two replicas of two ranks, three of one replica."""
 
@@ -48,7 +57,7 @@ def loses_a_rank(rank: int, world_size: int, directory: Path, stub: str, mistake
         if rank == lost:
             os.kill(os.getpid(), signal.SIGKILL)
         plant(mistake, patch)
-        assert failing(groups) is PeerLostError
+        assert failing(groups) in LOST
         try:
             groups = groups.rebuild(timeout_s=TIMEOUT_S)
         except ExcludedError:
@@ -131,7 +140,7 @@ def loses_a_stopped_rank(
         meet(rank, range(world_size), directory, "ready")
         if rank == 2:
             os.kill(os.getpid(), signal.SIGSTOP)  # until it is killed
-        assert failing(groups, timeout_s=1.0) is CommTimeoutError
+        assert failing(groups, timeout_s=1.0) in (CommTimeoutError, GroupBrokenError)
         groups = groups.rebuild(timeout_s=3.0)
         found = {"finalized": stub_of(library).stub_calls(2), "faults": stub_faults(stub)}
         connect_all(groups)
@@ -151,3 +160,123 @@ def test_a_communicator_with_a_stopped_rank_is_not_finalized_either(stub: str, t
 
     found = run_ranks(loses_a_stopped_rank, 3, stub, str(tmp_path), expect_dead=[2], while_running=kill)
     assert found[:2] == [{"finalized": 0, "faults": ""}] * 2
+
+
+# --- workspaces ----------------------------------------------------------------------------------------------
+
+
+def prepare_all(groups: ParallelGroups) -> None:
+    """Let each group of several ranks have a workspace and a communicator of NCCL."""
+    for group in groups.by_name().values():
+        group.device_communicator.prepare_buffers(0)
+
+
+def loses_a_rank_with_workspaces(
+    rank: int, world_size: int, directory: Path, stub: str, mistake: bool
+) -> dict[str, Any]:
+    with over_cuda(rank, directory, stub, FakeFaults(vmm=False)) as (driver, log):
+        groups = elastic_groups(rank, world_size, directory)
+        prepare_all(groups)
+        meet(rank, range(world_size), directory, "ready")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert failing(groups) in LOST
+        meet(rank, [0, 2], directory, "lost")
+        if rank == 0:
+            log.write_text("")
+        meet(rank, [0, 2], directory, "begun")
+        with pytest.MonkeyPatch.context() as patch:
+            if mistake:
+                patch.setattr(Meeting, "come", lambda *_: None)
+            if rank == 2:
+                let_go_late(patch, directory)
+            groups = groups.rebuild(timeout_s=TIMEOUT_S)
+        ended, left = log.read_text().split("\n"), driver.leaks()
+        meet(rank, [0, 2], directory, "looked")
+        prepare_all(groups)
+        end(groups)
+        return {
+            "ended": ended,
+            "left": left,
+            "violations": violations(driver.directory),
+            "faults": stub_faults(stub),
+        }
+
+
+def let_go_late(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Let this rank come to rest when the other one has its new groups, unless that waits for this one."""
+    tear_down = Part.tear_down
+
+    def late(part: Part[ParallelGroups]) -> None:
+        until = time.monotonic() + 0.5
+        while "0 mem_free" not in (directory / "order").read_text() and time.monotonic() < until:
+            time.sleep(0.005)
+        tear_down(part)
+
+    patch.setattr(Part, "tear_down", late)
+
+
+@pytest.mark.guarantee("D88")
+@pytest.mark.guarantee("D89")
+def test_workspaces_are_freed_when_all_have_let_go_and_before_new_ones_are_made(stub: str) -> None:
+    """On both ranks the device rests before a workspace is unmapped, and both have unmapped before one is freed."""
+    found = run_ranks(loses_a_rank_with_workspaces, 3, stub, False, expect_dead=[1])
+    for each in (found[0], found[2]):
+        assert each["left"] == []
+        assert each["violations"] == []
+        assert each["faults"] == ""
+        steps = [line.split() for line in each["ended"] if line]
+        first_free = next(at for at, (_, step) in enumerate(steps) if step == "mem_free")
+        before = steps[:first_free]
+        for rank in ("0", "2"):
+            own = [step for who, step in before if who == rank]
+            assert own[0] == "context_synchronize"
+            assert own.count("ipc_close") >= GROUPS_OF_THREE, "the others' workspaces, in each group"
+            frees = [at for at, each in enumerate(steps) if each == [rank, "mem_free"]]
+            makes = [at for at, each in enumerate(steps) if each == [rank, "mem_alloc"]]
+            assert not makes or makes[0] > frees[-1], "the new workspace"
+
+
+@pytest.mark.guarantee("D89")
+def test_workspaces_that_are_freed_without_a_meeting_are_noticed(stub: str) -> None:
+    """The seeded mistake: rank 0 frees what rank 2 has still open, which is undefined with CUDA IPC."""
+    found = run_ranks(loses_a_rank_with_workspaces, 3, stub, True, expect_dead=[1])
+    assert any("rank 0" in each and "open" in each for each in found[2]["violations"])
+
+
+def has_a_bad_device(rank: int, world_size: int, directory: Path, stub: str, when: str) -> list[Any]:
+    with over_cuda(rank, directory, stub, FakeFaults(vmm=False)) as (driver, _):
+        groups = elastic_groups(rank, world_size, directory)
+        prepare_all(groups)
+        meet(rank, range(world_size), directory, "ready")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert failing(groups) in LOST
+        if rank == 2:
+            function = "event_create" if when == "before" else "context_synchronize"
+            driver.faults.fail[function] = (driver.calls.get(function, 0) + 1, 700)
+        try:
+            groups = groups.rebuild(timeout_s=TIMEOUT_S)
+        except ExcludedError as error:
+            found = [type(error).__name__, str(error), type(error.__cause__).__name__]
+            driver.faults.fail.clear()
+            end(groups)
+            return [*found, violations(driver.directory)]
+        assert groups.change is not None
+        found = [groups.change.epoch, groups.world.world_size, list(groups.change.lost)]
+        use(groups)
+        end(groups)
+        return [*found, violations(driver.directory)]
+
+
+@pytest.mark.guarantee("D88")
+@pytest.mark.parametrize(("when", "epoch"), [("before", 1), ("meanwhile", 2)])
+def test_a_rank_whose_device_has_failed_does_not_survive(stub: str, when: str, epoch: int) -> None:
+    """It knows so before it comes, or when it synchronizes: the others leave it out, and it is told why."""
+    found = run_ranks(has_a_bad_device, 4, stub, when, expect_dead=[1])
+    for going_on in (found[0], found[3]):
+        assert going_on == [epoch, 2, [1, 2], []]
+    name, text, cause, faults = found[2]
+    assert (name, cause, faults) == ("ExcludedError", "CudaError", [])
+    assert "it cannot go on with its device" in text
+    assert "700" in text

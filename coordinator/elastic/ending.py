@@ -1,0 +1,137 @@
+"""The end of the last epoch's groups: what its ranks do together, before what their devices share is freed.
+
+See *The end of an epoch* in `device_comm/DESIGN.md`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch.distributed as dist
+
+from coordinator.bootstrap.blocking_calls import ask_store
+from device_comm.base import DeviceCommunicator
+from shm_broadcast.errors import CommTimeoutError, GroupBrokenError, PeerLostError
+
+__all__ = ["NOTHING", "Ending", "Meeting", "ending_of"]
+
+# As in the driver of the agreement: the store is asked again after a pause that grows with the wait.
+_FIRST_PAUSE_S: Final = 0.0005
+_LONGEST_PAUSE_S: Final = 0.02
+_PART_OF_WAIT: Final = 0.125
+
+
+class Ending(NamedTuple):
+    """How the groups of an epoch end, as this rank does it. The steps come in this order, and may be repeated.
+
+    Attributes:
+        check: Raises `CommError` if the device has failed, without waiting for it.
+        quiesce: Ends all work on the device within some seconds, and lets go of the other ranks' memory. Raises
+            `CommError` if the device has failed or does not come to rest.
+        met: Takes note that these ranks have done the same.
+        destroy: Destroys the groups.
+    """
+
+    check: Callable[[], None]
+    quiesce: Callable[[float], None]
+    met: Callable[[Collection[int]], None]
+    destroy: Callable[[], None]
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+NOTHING: Final = Ending(_nothing, _nothing, _nothing, _nothing)
+"""That of a process that joins: it has no groups of the last epoch."""
+
+
+def ending_of(communicators: Sequence[DeviceCommunicator], destroy: Callable[[], None]) -> Ending:
+    """Return how groups end that have these communicators; in this order, equal on all ranks, NCCL is finalized."""
+
+    def check() -> None:
+        for each in communicators:
+            each.check_device()
+
+    def quiesce(timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for each in communicators:
+            each.end_calls(max(deadline - time.monotonic(), 0.0))
+        for each in communicators:
+            each.quiesce(max(deadline - time.monotonic(), 0.0))
+
+    def met(ranks: Collection[int]) -> None:
+        for each in communicators:
+            each.met(ranks)
+
+    return Ending(check, quiesce, met, destroy)
+
+
+class Meeting:
+    """A barrier of members on the store, at which a member that cannot come says why."""
+
+    def __init__(
+        self, store: dist.Store, number: int, me: int, dead: Callable[[], Collection[int]], where: str
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            store: That of the line of epochs.
+            number: The attempt.
+            me: This member.
+            dead: Returns the members that have ended.
+            where: Begins the texts of errors.
+        """
+        self._store = store
+        self._number = number
+        self._me = me
+        self._dead = dead
+        self._where = where
+
+    def come(self, ranks: Mapping[int, int], timeout_s: float) -> None:
+        """Wait until the members have come, whose ranks `ranks` has by member.
+
+        Raises:
+            GroupBrokenError: A member cannot come, with its reason.
+            PeerLostError: A member has ended.
+            CommTimeoutError: A member did not come in time, or the store does not answer.
+            NativeError: The store is gone.
+        """
+        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        ask_store(lambda: self._store.set(self._key("rest", self._me), "ok"), self._where, timeout_s)
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.001)
+            said = ask_store(lambda: self._said(ranks), self._where, left_s)
+            reason = next((each for each in said.values() if each != "ok"), "")
+            if reason:
+                raise GroupBrokenError(f"{self._where}: {reason}")
+            missing = ranks.keys() - said.keys()
+            if not missing:
+                return
+            gone = sorted(ranks[member] for member in missing.intersection(self._dead()))
+            if gone:
+                raise PeerLostError(f"{self._where}: rank(s) {gone} ended", peers=gone)
+            if time.monotonic() >= deadline:
+                late = sorted(ranks[member] for member in missing)
+                raise CommTimeoutError(
+                    f"{self._where}: rank(s) {late} have not let go of this epoch within {timeout_s:.1f} s",
+                    missing=late,
+                )
+            waited = time.monotonic() - began
+            time.sleep(min(max(waited * _PART_OF_WAIT, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
+
+    def _said(self, members: Collection[int]) -> dict[int, str]:
+        """Return what members have said: "ok", or why they cannot come, also if they have left the attempt since."""
+        found: dict[int, str] = {}
+        for member in members:
+            for step in ("rest", "made"):
+                key = self._key(step, member)
+                if member not in found and self._store.check([key]):
+                    found[member] = self._store.get(key).decode()
+        return found
+
+    def _key(self, step: str, member: int) -> str:
+        return f"{self._number}/{step}/{member}"

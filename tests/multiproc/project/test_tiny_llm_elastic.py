@@ -1,0 +1,219 @@
+"""The elastic demo loses a worker, goes on, takes new ones in, lets old ones go, and every answer is right."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from socket import socketpair
+from typing import Any
+
+import pytest
+
+from coordinator import PeerLostError
+from coordinator.groups import ParallelGroups
+from coordinator.layout import ParallelLayout
+from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
+from examples.tiny_llm.checkpoint import Checkpoint
+from examples.tiny_llm.config import ModelConfig
+from examples.tiny_llm.elastic import serving
+from examples.tiny_llm.elastic.model import make_model
+from examples.tiny_llm.elastic.options import ElasticOptions
+from examples.tiny_llm.elastic.wire import Wire
+from examples.tiny_llm.group import ModelGroups
+from examples.tiny_llm.model import LlamaStage, load_weights
+from examples.tiny_llm.sampling import Sampler
+from examples.tiny_llm.worker import StageWorker
+from tests.harness import run_ranks
+from tests.leaks import children_of
+from tests.multiproc.project.test_tiny_llm_demo import (
+    CONFIG,
+    DEADLINE_S,
+    REPOSITORY,
+    leftovers,
+    random_checkpoint,
+)
+from tests.waiting import has_ended, wait_until
+
+DEMO = (sys.executable, "-m", "examples.tiny_llm.elastic")
+
+
+def run_demo(*arguments: str) -> dict[str, Any]:
+    """Run the demo to its end, check that it left nothing and complained of nothing, and return its outcome."""
+    done = subprocess.run(
+        [*DEMO, "--json", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+        check=False,
+    )
+    assert not leftovers()
+    assert (done.returncode, done.stderr) == (0, "")
+    outcome: dict[str, Any] = json.loads(done.stdout)
+    return outcome
+
+
+def check_outcome(outcome: dict[str, Any]) -> None:
+    """Check that all has happened that the demo shows."""
+    assert outcome["right"]
+    epochs = outcome["epochs"]
+    assert epochs == sorted(set(epochs))
+    assert len(epochs) == 4
+    assert outcome["asked_again"] > 0
+    assert outcome["by_newcomers"] > 0
+    assert outcome["steps_beside"] > 0, "the others serve while the new workers start"
+    assert outcome["first_step_s"] > 0
+    assert outcome["blocked_s"] > 0
+
+
+def test_a_worker_is_killed_and_replaced_and_every_answer_is_right(tmp_path: Path) -> None:
+    """Two replicas of one process each. The trained model, and replicas of two, are left to the thorough tests."""
+    model = random_checkpoint(tmp_path / "model", CONFIG)
+    check_outcome(run_demo("--tp", "1", "--model", str(model), "--prompts", "6", "--max-tokens", "40"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("tensor", "victim"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_worker_may_be_killed_at_any_time(tmp_path: Path, tensor: int, victim: int, seed: int) -> None:
+    """Rank 0 too, which has begun the rendezvous, and either part of a replica."""
+    model = random_checkpoint(tmp_path / "model", CONFIG)
+    arguments = ("--tp", str(tensor), "--victim", str(victim), "--seed", str(seed))
+    check_outcome(run_demo(*arguments, "--model", str(model), "--prompts", "12"))
+
+
+@pytest.mark.thorough
+def test_make_demo_elastic_tells_what_happens() -> None:
+    """Its lines come in the order of the events, and the last one says that all is right."""
+    done = subprocess.run(
+        ["make", "--no-print-directory", "demo-elastic"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("OK: all ")
+    places = [
+        done.stdout.index(text)
+        for text in (
+            "4 workers start",
+            "the model is trained",
+            "epoch 0:",
+            "SIGKILL to worker 3",
+            "first good step",
+        )
+    ]
+    places += [
+        done.stdout.index(text) for text in ("start of workers 4, 5", "epoch 2:", "has left, as planned")
+    ]
+    assert places == sorted(places)
+    assert "worker 2 is left out, as its replica has lost a rank" in done.stdout
+
+
+@contextlib.contextmanager
+def running(tmp_path: Path, until: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """Start the demo, wait until it says `until`, and yield it with its workers."""
+    model = random_checkpoint(tmp_path / "model", CONFIG)
+    told, errors = tmp_path / "told", tmp_path / "errors"
+    with told.open("w") as stdout, errors.open("w") as stderr:
+        command = [*DEMO, "--tp", "1", "--model", str(model)]
+        demo = subprocess.Popen(command, cwd=REPOSITORY, stdout=stdout, stderr=stderr)
+    try:
+        wait_until(lambda: until in told.read_text(), until, DEADLINE_S)
+        yield demo, children_of(demo.pid)
+    finally:
+        demo.kill()
+        demo.wait()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("until", ["workers start", "epoch 0", "SIGKILL", "start of", "joins", "to leave"])
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, until: str, number: int) -> None:
+    """Neither processes nor files, whatever happens at that moment."""
+    with running(tmp_path, until) as (demo, workers):
+        demo.send_signal(number)
+        assert demo.wait(DEADLINE_S) == 128 + number
+        assert all(map(has_ended, workers))
+    assert not leftovers()
+    assert (tmp_path / "errors").read_text() == ""
+
+
+@pytest.mark.thorough
+def test_a_worker_that_fails_otherwise_is_named(tmp_path: Path) -> None:
+    """The demo ends with status 1, and takes the others along."""
+    with running(tmp_path, "start of worker 2") as (demo, workers):
+        os.kill(max(workers), signal.SIGKILL)
+        assert demo.wait(DEADLINE_S) == 1
+        assert all(map(has_ended, workers))
+    assert not leftovers()
+    assert "worker 2 has ended with status -9" in (tmp_path / "errors").read_text()
+
+
+STEP = 12
+"""The step of the model in which a rank is disturbed."""
+
+
+def is_disturbed(
+    rank: int, world_size: int, directory: Path, model: str, victim: int, is_late: bool
+) -> dict[str, Any]:
+    init_distributed_environment(world_size, rank, f"file://{directory}/store", backend="gloo", elastic=True)
+    groups = ParallelGroups.create(ParallelLayout(tensor=world_size), extra_groups=["replica"])
+    options = ElasticOptions(model=Path(model), tensor=world_size, prompts=3, max_tokens=20, slots=2)
+    made = make_model(options, Path(model), ModelGroups(groups.pp, groups.pp, groups.pp))
+    replica = serving.groups_of_replica(groups)
+    stage = LlamaStage(ModelConfig.from_directory(Path(model)), replica, made["max_length"])
+    with Checkpoint(Path(model)) as checkpoint:
+        load_weights(stage, checkpoint)
+    front, back = (Wire(end) for end in socketpair())
+    answers: dict[int, list[int]] = {number: [] for number in range(options.prompts)}
+    told, unfinished = [], set(answers)
+
+    def say(**message: Any) -> None:
+        told.append(message)
+        for number, token in message.get("tokens", ()):
+            answers[number].append(token)
+        unfinished.difference_update(message.get("finished", ()))
+        if not unfinished:
+            front.send({"do": "end"})
+
+    run_step, steps = serving.run_step, itertools.count()
+
+    def run_step_or_fail(*arguments: Any) -> Any:
+        is_struck = rank == victim and next(steps) == STEP
+        tokens = run_step(*arguments) if is_late or not is_struck else None
+        if is_struck:
+            raise PeerLostError("planted")
+        return tokens
+
+    if rank == 0:
+        for number, (_, prompt, _) in enumerate(made["prompts"]):
+            front.send({"do": "serve", "number": number, "prompt": prompt})
+    server = serving.ReplicaServer(groups, StageWorker(stage, options.slots, Sampler()), back, say, options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving, "run_step", run_step_or_fail)
+        server.serve()
+    server.groups.destroy()
+    destroy_distributed_environment()
+    front.close()
+    back.close()
+    (rebuilt,) = [message for message in told if message["told"] == "serving"]
+    are_right = [answers[number] for number in answers] == [answer for _, _, answer in made["prompts"]]
+    return {"is_kept": rebuilt["is_kept"], "epoch": rebuilt["epoch"], "are_right": are_right or rank > 0}
+
+
+@pytest.mark.parametrize(("victim", "is_late"), [(0, False), (1, False), (1, True)])
+def test_ranks_that_end_in_different_steps_compute_their_tokens_again(
+    tmp_path: Path, victim: int, is_late: bool
+) -> None:
+    """A rank fails before a step that the other one begins, or behind one whose end it has not noted."""
+    model = random_checkpoint(tmp_path / "model", CONFIG)
+    for found in run_ranks(is_disturbed, 2, str(model), victim, is_late):
+        assert found == {"is_kept": False, "epoch": 1, "are_right": True}

@@ -19,6 +19,7 @@ from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.timings import StartUpReport
 from coordinator.bootstrap.world import World
 from coordinator.elastic.changing import ChangingGroups
+from coordinator.elastic.exclusion import exclusion_in
 from coordinator.elastic.part import Change, Recipe
 from coordinator.elastic.rebuilding import Membership
 from coordinator.graph_capture import GraphCaptureContext, capture_on
@@ -94,7 +95,14 @@ class ParallelGroups(ChangingGroups):
     )
 
     def __post_init__(self) -> None:
-        """Check that rank 0 of the world is rank 0 in each of its groups: engines do one-time work on that rank."""
+        """Check that rank 0 of the world is rank 0 in each of its groups: engines do one-time work on that rank.
+
+        Where members change, a call that fails asks whether the others have gone on without this rank.
+        """
+        world = self.world._parts.world  # noqa: SLF001 - ours
+        if world is not None and (exclusion := exclusion_in(world)) is not None:
+            for health in self._healths():
+                health.exclusion = exclusion
         for name, group in self.by_name().items():
             if self.world.rank_in_group == 0 and group.rank_in_group != 0:
                 raise UsageError(

@@ -22,6 +22,7 @@ from shm_broadcast.errors import (
     ClosedError,
     CommError,
     CommTimeoutError,
+    ExcludedError,
     GroupBrokenError,
     NativeError,
     NcclError,
@@ -200,6 +201,8 @@ class GroupHealth:
         self._breaker: int | None = None
         self._failure_record: FailureRecord | None = None
         self._closed = False
+        # Where members change: says, once the group is broken, that the others have gone on without this rank.
+        self.exclusion: Callable[[], str] | None = None
         # Ranks whose process has ended after they had destroyed the group.
         self._excused: set[int] = set()
         self._fork_count = fork_count()
@@ -247,6 +250,7 @@ class GroupHealth:
             UsageError: This process is a forked child of the group's owner.
             ClosedError: The group was destroyed by this process (also a `UsageError`).
             GroupBrokenError: An earlier failure broke the group; `__cause__` is that failure.
+            ExcludedError: As before, and the other ranks have gone on without this one.
         """
         # Every call asks this: one test, and no further frame, for a group that can be used.
         if (
@@ -263,9 +267,16 @@ class GroupHealth:
         if self._closed:
             raise ClosedError(f"{self.where(name)}: the group was destroyed")
         if self._cause is not None:
+            if (excluded := self._excluded(name)) is not None:
+                raise excluded from self._cause
             raise GroupBrokenError(
                 f"{self.where(name)}: an earlier failure made the group unusable, destroy it: {self._cause}"
             ) from self._cause
+
+    def _excluded(self, name: object) -> ExcludedError | None:
+        """Return the error of a call if the other ranks have gone on without this one. May ask the store."""
+        text = "" if self.exclusion is None else self.exclusion()
+        return ExcludedError(f"{self.where(name)}: {text}") if text else None
 
     def check_owner(self, name: object) -> None:
         """Raise `UsageError` if this process is a forked child of the group's owner."""
@@ -419,6 +430,16 @@ class GroupHealth:
         if failure_record is not None:
             raise self._adopt(operation, failure_record)
 
+    def check_excluded(self, operation: Operation) -> None:
+        """Break the group and raise if the other ranks have gone on without this one; asks the store if members change.
+
+        Raises:
+            ExcludedError: They have.
+        """
+        if (excluded := self._excluded(operation)) is not None:
+            self._break(excluded)
+            raise excluded
+
     def others_failed(self) -> bool:
         """Return whether another rank has published a failure record. From any thread; as quick as the status store."""
         failure_record = self._status_store.failure_record()
@@ -508,7 +529,9 @@ class GroupHealth:
             # A peer gave up waiting for the stopped rank, and could not publish that.
             waited_s = time.monotonic() - end + EXPLAIN_S
             return self._record(operation, self._failure(operation, "timeout", stopped, waited_s))
-        self._record(operation, self._failure(operation, "failed", (), detail=str(error)))
+        recorded = self._record(operation, self._failure(operation, "failed", (), detail=str(error)))
+        if isinstance(recorded, ExcludedError):
+            return recorded
         text = f"{self.where(operation)}: the transport failed though every process is alive: {error}; "
         text += "the group is now unusable, destroy it"
         failure: NativeError
@@ -574,7 +597,7 @@ class GroupHealth:
 
     def _adopt(self, operation: Operation, failure_record: FailureRecord) -> CommError:
         self._failure_record = failure_record
-        error = self._error(operation, failure_record)
+        error = self._excluded(operation) or self._error(operation, failure_record)
         self._break(error)
         return error
 

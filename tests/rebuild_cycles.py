@@ -23,7 +23,8 @@ import torch
 
 from coordinator.elastic.joining import join_distributed_environment
 from coordinator.elastic.layouts import LayoutRule, Placement, drop_replicas
-from coordinator.errors import CommError, DisagreementError, PeerLostError, UsageError
+from coordinator.errors import CommError, DisagreementError, UsageError
+from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
 from coordinator.parallel_state import (
@@ -150,6 +151,33 @@ def rule_of(name: str) -> LayoutRule:
     return drop_replicas if is_of_one and get_world_group().rank != int(rank) else RULES[what]
 
 
+CALLS: dict[str, Callable[[GroupCoordinator, dict[str, Any]], Any]] = {
+    "barrier": lambda group, _: group.barrier(),
+    "all_reduce": lambda group, _: group.all_reduce(torch.ones(8)),
+    "all_reduce of 1 MiB": lambda group, _: group.all_reduce(torch.ones(1 << 18)),
+    "all_gather_object": lambda group, _: group.all_gather_object("x"),
+    "broadcast_object": lambda group, _: group.broadcast_object(None, 0),
+    "broadcast_tensor_dict": lambda group, _: group.broadcast_tensor_dict(None, 1),
+    "send": lambda group, _: group.send(torch.ones(1 << 16), 0),
+    "recv": lambda group, _: group.recv((8,), torch.float32, 0),
+    "send_object": lambda group, _: group.send_object(bytes(1 << 16), 1),
+    "recv_object": lambda group, _: group.recv_object(0),
+    "dequeue": lambda _, queues: queues["read"].dequeue(TIMEOUT_S),
+    "enqueue": lambda _, queues: queues["write"].enqueue(bytes(1 << 16), TIMEOUT_S),
+    "create_mq_broadcaster": lambda group, _: group.create_mq_broadcaster(0),
+}
+"""What the last rank of three may be about to do in a group."""
+
+
+def failure_of(call: Callable[[], Any]) -> CommError:
+    """Repeat a call until it fails; return its error."""
+    while True:
+        try:
+            call()
+        except CommError as error:
+            return error
+
+
 # --- a member ---------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +187,7 @@ class Member:
     def __init__(self, directory: Path) -> None:
         self._path = f"file://{directory}/store"
         self._groups: ParallelGroups | None = None
+        self._queues: dict[str, Any] = {}
         self._has_world = False
 
     @property
@@ -207,11 +236,8 @@ class Member:
 
     def rebuild(self) -> list[Any]:
         """Call until a rank is found to be lost, and go on without it."""
-        try:
-            while True:
-                self.groups.world.barrier()
-        except PeerLostError:
-            self._groups = self.groups.rebuild(timeout_s=TIMEOUT_S)
+        failure_of(self.groups.world.barrier)
+        self._groups = self.groups.rebuild(timeout_s=TIMEOUT_S)
         return self.said()
 
     def fail(self) -> str:
@@ -221,6 +247,37 @@ class Member:
         except CommError as error:
             return type(error).__name__
         return ""
+
+    def plan(self) -> str:
+        """Plan a change that this rank has no part in; return how that ends."""
+        try:
+            self.groups.prepare(leave=[0], timeout_s=TIMEOUT_S)
+        except CommError as error:
+            return type(error).__name__
+        return ""
+
+    def give_up(self) -> list[Any]:
+        """Wait for a rank that is stopped, as long as it takes to go on without it."""
+        failure_of(lambda: self.groups.world.barrier(timeout_s=0.5))
+        self._groups = self.groups.rebuild(timeout_s=1.5)
+        return self.said()
+
+    def make_queues(self, reading: str, writing: str, writer: int) -> None:
+        """Create two queues: `writer` writes the one of the group `writing`, and rank 0 that of the group `reading`."""
+        self._queues = {
+            "read": self.groups.by_name()[reading].create_mq_broadcaster(0),
+            "write": self.groups.by_name()[writing].create_mq_broadcaster(writer),
+        }
+
+    def stray(self, call: str, name: str) -> list[str]:
+        """Make a call in a group until it fails, and once more; return the kinds of both errors, and the first text."""
+        kinds, texts = [], []
+        group = self.groups.by_name()[name]
+        for _ in range(2):
+            error = failure_of(lambda: CALLS[call](group, self._queues))
+            kinds.append(type(error).__name__)
+            texts.append(str(error))
+        return [*kinds, texts[0]]
 
     def waiting(self, leave: Sequence[int] = ()) -> int:
         """Return how many processes wait to join."""
@@ -259,6 +316,7 @@ class Member:
     def end(self) -> None:
         """Leave everything."""
         groups, self._groups = self._groups, None
+        self._queues.clear()
         if groups is not None:
             groups.destroy()
         if self._has_world:
@@ -277,6 +335,14 @@ def serve(rank: int, world_size: int, directory: Path) -> None:
             send(channel, {"value": do(*step["args"])})
             if step["step"] == "end":
                 return
+
+
+def _switches(status: Path) -> int:
+    return int(
+        status.read_text()
+        .partition("nonvoluntary_ctxt_switches")[0]
+        .rpartition("voluntary_ctxt_switches:")[2]
+    )
 
 
 # --- the test's side ----------------------------------------------------------------------------------------------
@@ -361,6 +427,24 @@ class Crowd:
     def has_answered(self, number: int) -> bool:
         """Return whether a member has ended its step."""
         return bool(select.select([self._channels[number]], [], [], 0.0)[0])
+
+    def stop(self, number: int) -> None:
+        """Stop a member, as a debugger does."""
+        os.kill(self._processes[number].pid, signal.SIGSTOP)
+        state = Path(f"/proc/{self._processes[number].pid}/stat")
+        wait_until(lambda: state.read_text().rpartition(") ")[2].startswith("T"), "a member to stop")
+
+    def see_asleep(self, number: int) -> None:
+        """Return once a member has slept in the step that it was asked for; it must be one that waits."""
+        assert not self.has_answered(number)
+        status = Path(f"/proc/{self._processes[number].pid}/status")
+        for _ in range(3):
+            before = _switches(status)
+            wait_until(lambda before=before: _switches(status) > before, "a member that waits")  # type: ignore[misc]
+
+    def resume(self, number: int) -> None:
+        """Let a member that was stopped run again."""
+        os.kill(self._processes[number].pid, signal.SIGCONT)
 
     def kill(self, number: int) -> None:
         """Kill a member; release it once the others need not see it end any more."""

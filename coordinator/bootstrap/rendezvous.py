@@ -156,10 +156,17 @@ def world_processes() -> Mapping[int, ProcessIdentity]:
 
 def may_outlive_ranks() -> bool:
     """Return whether the current world's store is known, or said by who made it, to be outside of the ranks."""
-    world = _world
-    if world is None or not dist.is_initialized() or dist.group.WORLD is not world.group:
-        return True  # the application has made this world, and answers for its store
-    return world.is_elastic
+    # The application has made a world that is not ours, and answers for its store.
+    return is_started_elastic() or not _is_ours()
+
+
+def is_started_elastic() -> bool:
+    """Return whether `init_world` created the current world with `is_elastic`."""
+    return _world is not None and _world.is_elastic and _is_ours()
+
+
+def _is_ours() -> bool:
+    return _world is not None and dist.is_initialized() and dist.group.WORLD is _world.group
 
 
 atexit.register(leave_world)

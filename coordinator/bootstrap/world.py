@@ -9,7 +9,12 @@ import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.membership import world_store
-from coordinator.bootstrap.rendezvous import join_address, may_outlive_ranks, world_processes
+from coordinator.bootstrap.rendezvous import (
+    is_started_elastic,
+    join_address,
+    may_outlive_ranks,
+    world_processes,
+)
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import ClosedError, UsageError
 from shm_broadcast.liveness import ProcessIdentity
@@ -87,6 +92,11 @@ class World:
     def epoch(self) -> int:
         """Return how often the members have changed before this world."""
         return 0 if self._line is None else self._line.epoch
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether its members may change and its store is known to outlive them."""
+        return self._line is not None or (self.is_torch and is_started_elastic())
 
     def line(self) -> Line:
         """Return the line of epochs in which the members of this world may change.

@@ -7,7 +7,7 @@ of the tests explores every order in which ranks can be scheduled, crash and giv
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -37,6 +37,7 @@ __all__ = [
     "agree_on_members",
     "await_decision",
     "commit",
+    "decided_without",
     "join",
 ]
 
@@ -302,6 +303,29 @@ def await_decision(number: int) -> Steps:
 def abort(number: int, reason: str) -> Steps:
     """Give a prepared change up, unless it is decided; return the decision."""
     return (yield Swap(_key(number, "decision"), reason))
+
+
+def decided_without(me: int, epoch: int, known: Callable[[str], str | None]) -> Excluded | None:
+    """Return the attempt behind `epoch` in which the others go on without a member; None if there is none so far.
+
+    Decides nothing, so that it may be asked at any time.
+
+    Args:
+        me: The member.
+        epoch: The last epoch that it knows to be complete.
+        known: Returns the value of a key, or None.
+    """
+    number = epoch
+    while True:
+        number += 1
+        value = known(_key(number, "members"))
+        go, result, decision = (known(_key(number, name)) for name in ("go", "result", "decision"))
+        if any(each not in (None, OK) for each in (go, result, decision)):
+            continue  # this attempt has failed; what follows it may not have
+        if value is None:
+            return None
+        decided = _decided_decoder.decode(value)
+        return None if me in decided.voters else Excluded(number, decided.members)
 
 
 def _state_of(number: int) -> Steps:

@@ -37,15 +37,21 @@ class GroupQueueGuard:
             self._health.check_record(operation)
 
     def ended(self, call: str) -> None:
-        """Raise the failure of the group, if it has one: the writer's group broke before its queue was closed."""
+        """Raise the failure of the group, if it has one: the writer's group broke before its queue was closed.
+
+        Or the writer has closed it because its rank goes on in another epoch, without this one.
+        """
         if self._health.is_closed or self._health.is_inherited:
             return
         self._health.check_usable(call)
         self._health.check_record(Operation("queue", call, 0))
+        if self._has_own_writer:
+            self._health.check_excluded(Operation("queue", call, 0))
 
     def failed(self, call: str, error: PeerLostError) -> None:
-        """Break the group."""
+        """Break the group, and raise if the ranks that are gone have gone on without this one."""
         if self._has_own_writer and not self._health.is_closed:
+            self._health.check_excluded(Operation("queue", call, 0))
             self._health.fail(error, call)
 
 

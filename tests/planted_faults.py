@@ -53,7 +53,6 @@ class Fault(NamedTuple):
         number: Of it in its plane; 0 for a call between two ranks.
         dead: Ranks that end without an answer.
         looks: Whether the live processes are looked at.
-        reads: Whether the record of the run tells it.
     """
 
     happens: Callable[[GroupCoordinator, int, Run], Any]
@@ -63,7 +62,6 @@ class Fault(NamedTuple):
     number: int
     dead: tuple[int, ...] = ()
     looks: bool = False
-    reads: bool = True
 
 
 def ones(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -146,7 +144,8 @@ def late(group: GroupCoordinator, rank: int, run: Run) -> None:
 def read_slowly(group: GroupCoordinator, rank: int, run: Run) -> None:
     end: Any = group.create_mq_broadcaster(0)
     if rank == 0:
-        while not run.looked.exists():
+        # It waits for room as long as the other readers wait for a message.
+        while not all((run.directory / f"told-{other}").exists() for other in (1, 3)):
             with suppress(CommTimeoutError):
                 end.enqueue(bytes(1 << 20), timeout_s=run.within_s)
         return
@@ -156,7 +155,8 @@ def read_slowly(group: GroupCoordinator, rank: int, run: Run) -> None:
         return
     while not run.looked.exists():
         with suppress(CommTimeoutError):
-            end.dequeue(timeout_s=run.within_s)
+            # At another moment than the writer, which has a new deadline then.
+            end.dequeue(timeout_s=0.7 * run.within_s)
 
 
 def left_without_a_writer(group: GroupCoordinator, rank: int, run: Run) -> None:
@@ -188,7 +188,7 @@ FAULTS: Final = {
     "cross-group cycle": Fault(crossed, "order", (0, 1, 2), "all_reduce", 1),
     "p2p cycle": Fault(received_in_a_circle, "order", (0, 1, 2), "recv_object", 0),
     "late rank": Fault(late, "behind", (CULPRIT,), "all_reduce", 6),
-    "slow reader": Fault(read_slowly, "root cause", (CULPRIT,), "enqueue", 0, looks=True, reads=False),
+    "slow reader": Fault(read_slowly, "root cause", (CULPRIT,), "enqueue", 0, looks=True),
     "dead writer": Fault(
         left_without_a_writer, "dead", (CULPRIT,), "dequeue", 0, dead=(CULPRIT,), looks=True
     ),

@@ -260,6 +260,9 @@ class RingReader(RingEnd):
             missing=() if self._writer < 0 else (self._writer,),
         )
 
+    def _record_wait(self, error: str = "") -> None:
+        self._record.write(self.endpoint.messages, self._index, {-1: self._writer}, error)
+
     def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
         error = self._late(call, within_s)
         raise self._stacks.attached(error, within_s, self.endpoint.messages, (self._writer,), self._watch)
@@ -285,6 +288,7 @@ class RingReader(RingEnd):
             f"{self._where(call)}: lost {self._describe_writer()}; close the queue",
             peers=() if self._writer < 0 else (self._writer,),
         )
+        self._record_wait("PeerLostError")
         self._fail(error, call)
         raise error
 

@@ -30,6 +30,7 @@ from shm_broadcast.layout import LINE, ReaderState, record_bytes
 from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.reports.log_fields import LogFields, log_fields
 from shm_broadcast.reports.statistics import QueueStatistics, ReaderStatistics
+from shm_broadcast.ring.recorded_waits import RecordedWaits
 from shm_broadcast.segment import Segment
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.stacks.attached import QueueStacks
@@ -96,6 +97,7 @@ class RingEnd(ABC):
         self._page = own_page()
         self._stacks = QueueStacks()
         self._shown: int | None = None
+        self._record = RecordedWaits(self._page, name, segment, ranks, watch)
         # Errors and logs describe the present wait: the call, when it began, and when it warns next.
         self._call = self.call
         self._began_s = 0.0
@@ -143,21 +145,20 @@ class RingEnd(ABC):
     def _look_around(self, call: str, reason: int, detail: Any) -> Exception | None:
         if reason == _core.LOOK_BEGIN:
             self._began_s, self._warns_s = time.monotonic(), self._settings.warn_after_s
+            self._record.begin(self.endpoint.messages)
             self._begin_wait(call)
         elif reason == _core.LOOK_WAITING:
             self.check(call)
             self.raise_if_lost(call)
             waited_s = time.monotonic() - self._began_s
-            if self.warns and waited_s >= self._warns_s:
+            if waited_s >= self._warns_s:
                 self._warns_s += self._settings.warn_after_s
-                missing = self._missing(detail)
-                logger.warning(
-                    "%s: waiting for %.0f s: %s",
-                    *(self._where(call), waited_s, missing),
-                    extra=self.log_fields(call),
-                )
+                self._record_wait()
+                if self.warns:
+                    self._warn(call, waited_s, detail)
         elif reason == _core.LOOK_LATE:
             timeout_ns, nbytes = detail
+            self._record_wait("CommTimeoutError")
             self._raise_late(call, timeout_ns / 1e9, nbytes)
         elif reason == _core.LOOK_CORRUPT:
             self._raise_corrupt(call, detail)
@@ -172,6 +173,17 @@ class RingEnd(ABC):
                 why = "this thread is inside of a call on the queue already, as in a signal handler or a finalizer"
             raise UsageError(f"{self._where(call)}: {why}")
         return None
+
+    def _warn(self, call: str, waited_s: float, nbytes: int | None) -> None:
+        logger.warning(
+            "%s: waiting for %.0f s: %s",
+            *(self._where(call), waited_s, self._missing(nbytes)),
+            extra=self.log_fields(call),
+        )
+
+    @abstractmethod
+    def _record_wait(self, error: str = "") -> None:
+        """Write down what this end waits for, if the process keeps a record; `error` is the class of its error."""
 
     def _begin_wait(self, call: str) -> None:  # noqa: B027 - a writer inherits this
         """Raise an error if there is nothing to wait for, which only a reader can find."""
@@ -377,6 +389,9 @@ class RingWriter(RingEnd):
         if nbytes is None:
             return "another thread is writing"
         return "no room, behind are " + ", ".join(map(self._describe_reader, self._laggards(nbytes)))
+
+    def _record_wait(self, error: str = "") -> None:
+        self._record.write(self.endpoint.messages, -1, dict(enumerate(self.ranks)), error)
 
     def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
         behind = () if nbytes is None else sorted(reader.rank for reader in self._laggards(nbytes))

@@ -11,7 +11,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -25,7 +26,16 @@ from shm_broadcast.segment import Segment
 from shm_broadcast.status.layout import TABLES
 from shm_broadcast.status.record_file import DUMP_SUFFIX, RunFolder, create_private
 
-__all__ = ["DUMP_VERSION", "MOST_BYTES", "Broken", "Dumps", "FailureDump", "QueueDump"]
+__all__ = [
+    "DUMP_VERSION",
+    "MOST_BYTES",
+    "Broken",
+    "Dumps",
+    "FailureDump",
+    "QueueDump",
+    "QueueEnd",
+    "dump_of_ring",
+]
 
 DUMP_VERSION: Final = 1
 MOST_BYTES: Final = 1 << 20
@@ -85,17 +95,39 @@ class QueueDump(msgspec.Struct, frozen=True):
     second: bytes
 
 
+class QueueEnd(msgspec.Struct, frozen=True):
+    """A process at an end of a queue, as one of them saw it.
+
+    Attributes:
+        place: Among the readers; -1 for the writer.
+        state: "alive", "stopped", "dead" or "unknown".
+        pid: Of the process, in its own PID namespace.
+        start_ticks: Its start, in clock ticks since boot.
+        pid_namespace: Inode.
+        boot_id: Of its kernel.
+        hostname: For people.
+    """
+
+    place: int
+    state: str
+    pid: int
+    start_ticks: int
+    pid_namespace: int
+    boot_id: str
+    hostname: str
+
+
 class FailureDump(msgspec.Struct, frozen=True):
-    """A dump.
+    """A dump: of a group that broke, or of a queue for which a call waits, which breaks nothing.
 
     Attributes:
         version: `DUMP_VERSION`.
-        group: The group that broke.
-        error: Class of the error.
+        group: The group that broke; empty if it is a queue.
+        error: Class of the error; empty while a call waits on.
         text: Its text, if it is one of ours.
         others: State of the other ranks' processes, by rank: "alive", "stopped", "dead" or "unknown".
         monotonic_ns: CLOCK_MONOTONIC.
-        page: The status page, as `_core.status_copy` returns it.
+        page: The status page, as `_core.status_copy` returns it; empty if a call waits for a queue: the page goes on.
         queues: Its queues; none of which there would be too many.
         kind: Of the failure record, as all that follows; empty if there is none.
         ranks: Ranks at fault.
@@ -103,6 +135,10 @@ class FailureDump(msgspec.Struct, frozen=True):
         operation: In which call.
         within_s: Deadline of that, or 0.
         detail: What is known of the ranks at fault.
+        queue: The queue for which a call waits; empty if a group broke.
+        place: This process's place among the readers of that queue, or -1 for the writer.
+        ends: The processes at its ends that this one knows, itself too.
+        readers: The ranks of its readers in the world, by place; empty if they are not known.
     """
 
     version: int
@@ -119,10 +155,17 @@ class FailureDump(msgspec.Struct, frozen=True):
     operation: str = ""
     within_s: float = 0.0
     detail: str = ""
+    queue: str = ""
+    place: int = -1
+    ends: list[QueueEnd] = []
+    readers: list[int] = []
 
 
 class Dumps:
-    """The dumps of one process: one for each failure, however many groups that breaks."""
+    """The dumps of one process: one for each failure, however many groups that breaks.
+
+    One more, with the number 0, is of the queue for which a call has waited last; it is overwritten.
+    """
 
     def __init__(self, folder: RunFolder, segment: Segment) -> None:
         """Write dumps of the page in `segment` into `folder`."""
@@ -149,7 +192,7 @@ class Dumps:
             if not is_first or self._written >= _MOST_DUMPS:
                 return None
             self._written += 1
-            return self._write(self._dump(group, cause, failure, others))
+            return self._write(self._dump(group, cause, failure, others), self._written)
         except (OSError, CommError, UnicodeEncodeError) as error:
             logger.warning(
                 "no dump of the failure of %r was written: %s", group, error, extra=log_fields(group=group)
@@ -157,6 +200,60 @@ class Dumps:
             return None
         finally:
             self._lock.release()
+
+    def write_wait(
+        self,
+        name: str,
+        place: int,
+        queue: QueueDump,
+        error: str,
+        ends: Sequence[QueueEnd],
+        readers: Sequence[int],
+    ) -> None:
+        """Write how far the ends of a queue are for which a call waits; `error` is the class of its error, or empty.
+
+        Args:
+            name: Of the queue.
+            place: Of this end among the readers, or -1 for the writer.
+            queue: The words of its ring.
+            error: Class of the error in which the call ends; empty while it waits.
+            ends: The processes at the ends, this one too.
+            readers: See `FailureDump`.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._write(
+                FailureDump(
+                    version=DUMP_VERSION,
+                    group="",
+                    error=error,
+                    text="",
+                    others={},
+                    monotonic_ns=time.monotonic_ns(),
+                    page=b"",
+                    queues=[queue],
+                    queue=name,
+                    place=place,
+                    ends=list(ends),
+                    readers=list(readers),
+                ),
+                0,
+            )
+        except (OSError, CommError, UnicodeEncodeError) as problem:
+            logger.warning(
+                "what queue %r waits for was not written: %s", name, problem, extra=log_fields(queue=name)
+            )
+        finally:
+            self._lock.release()
+
+    def forget_wait(self) -> None:
+        """Remove what `write_wait` has written: the queue goes on."""
+        with suppress(FileNotFoundError):
+            self._path(0).unlink()
+
+    def _path(self, number: int) -> Path:
+        return self._folder.path / f"{self._folder.stem}-{number}{DUMP_SUFFIX}"
 
     def left(self, group: str) -> None:
         """Note that a group was destroyed: when all that broke are, the next to break begins another failure."""
@@ -188,9 +285,9 @@ class Dumps:
             detail=failure.detail[:_MOST_TEXT],
         )
 
-    def _write(self, dump: FailureDump) -> Path:
+    def _write(self, dump: FailureDump, number: int) -> Path:
         """Write a file under another name first: who finds a dump finds a whole one."""
-        path = self._folder.path / f"{self._folder.stem}-{self._written}{DUMP_SUFFIX}"
+        path = self._path(number)
         unfinished = path.with_name(f".{path.name}")
         try:
             with os.fdopen(create_private(unfinished), "wb") as file:
@@ -208,24 +305,28 @@ def _queues(page: bytes) -> list[QueueDump]:
         row = dict(
             zip(table.fields, table.form.unpack_from(page, table.offset + place * table.nbytes), strict=True)
         )
-        queue = _queue(row["descriptor"], row["inode"], row["offset"]) if row["state"] else None
+        queue = dump_of_ring(row["descriptor"], row["inode"], row["offset"]) if row["state"] else None
         if queue is not None and nbytes + 2 * len(queue.first) <= _MOST_QUEUE_BYTES:
             nbytes += 2 * len(queue.first)
             found.append(queue)
     return found
 
 
-def _queue(descriptor: int, inode: int, offset: int) -> QueueDump | None:
-    """Return the words of a ring; None if its end was closed meanwhile."""
+def dump_of_ring(descriptor: int, inode: int | None = None, offset: int = 0) -> QueueDump | None:
+    """Return the words of a ring in the memory of a descriptor; None if its end was closed meanwhile.
+
+    `inode` is that of the memory, by default whatever it is.
+    """
     try:
         status = os.fstat(descriptor)
-        if status.st_ino != inode:
+        if inode not in (None, status.st_ino):
             return None
         (readers,) = struct.unpack(
             "<I", os.pread(descriptor, 4, offset + FIELDS["readers"].offset).ljust(4, b"\0")
         )
         nbytes = _READERS_AT + LINE * min(readers, MAX_READERS)
         first = os.pread(descriptor, nbytes, offset)
-        return QueueDump(inode, offset, status.st_size - offset, first, os.pread(descriptor, nbytes, offset))
+        second = os.pread(descriptor, nbytes, offset)
+        return QueueDump(status.st_ino, offset, status.st_size - offset, first, second)
     except OSError:
         return None

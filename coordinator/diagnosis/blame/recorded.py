@@ -7,15 +7,16 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from coordinator.diagnosis.blame.evidence import Evidence, Failure, Process, ProcessState
+from coordinator.diagnosis.blame.recorded_waits import ring_of, with_wait
 from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.model import Page
 from coordinator.diagnosis.processes import look_at
-from coordinator.diagnosis.queues import Reader, Ring, decode_ring
+from coordinator.diagnosis.queues import Ring
 from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError, UsageError
 from shm_broadcast.liveness import this_process
@@ -24,6 +25,9 @@ from shm_broadcast.status.layout import PAGE_BYTES
 from shm_broadcast.status.record_file import DUMP_SUFFIX, PAGE_SUFFIX, runs_in
 
 __all__ = ["read_dump", "read_run", "run_folders"]
+
+# Sorts what a process waits for, which has the number 0, before its dumps.
+_WAIT: Final = 1000
 
 _STEM: Final = re.compile(rf"(.+?)(?:-([0-9]{{1,3}}))?(?:{re.escape(DUMP_SUFFIX)}|{re.escape(PAGE_SUFFIX)})")
 _dump_decoder = msgspec.msgpack.Decoder(FailureDump)
@@ -64,45 +68,56 @@ def read_run(folders: Iterable[Path]) -> Evidence:
     """
     processes: list[Process] = []
     rings: list[tuple[str, list[QueueDump], Page]] = []
+    waits: list[FailureDump] = []
     unseen: list[str] = []
     for folder in folders:
         for files in _by_process(folder):
-            process = None
             for path in files:
                 try:
-                    process, queues = _read(path)
+                    dump = _dump_in(path)
+                    if dump is not None and dump.queue:
+                        waits.append(dump)
+                        continue
+                    process = _page_in(path) if dump is None else _process_of(dump)
                 except (DecodeError, OSError) as error:
                     unseen.append(f"{path.name}: {error}")
                     continue
-                rings.append((process.page.boot_id, queues, process.page))
-                break
-            if process is not None:
+                rings.append((process.page.boot_id, [] if dump is None else dump.queues, process.page))
                 processes.append(process)
+                break
     if not processes:
         raise UsageError("nothing of the run can be read" + "".join(f"; {line}" for line in unseen))
     processes.sort(key=lambda each: (each.page.rank is None, each.page.rank or 0, each.page.pid))
-    return Evidence(tuple(processes), tuple(_rings(rings, processes)), {}, tuple(unseen))
+    found = list(_rings(rings, processes))
+    for dump in waits:
+        ring, processes = with_wait(dump, processes)
+        found += [] if ring is None else [ring]
+    return Evidence(tuple(processes), tuple(found), {}, tuple(unseen))
 
 
 def _by_process(folder: Path) -> list[list[Path]]:
-    """Return the files of each process: its dumps, the newest first, and behind these its page."""
+    """Return the files of each process: what it waited for, its dumps, the newest first, and behind these its page."""
     found: dict[str, list[tuple[int, Path]]] = {}
     for name in sorted(os.listdir(folder)):
         match = None if name.startswith(".") else _STEM.fullmatch(name)
         if match is not None:
             is_dump = name.endswith(DUMP_SUFFIX)
             stem = match[1] if is_dump else name.removesuffix(PAGE_SUFFIX)
-            found.setdefault(stem, []).append((int(match[2] or 0) if is_dump else -1, folder / name))
+            number = int(match[2] or 0) if is_dump else -1
+            found.setdefault(stem, []).append((number or _WAIT, folder / name))
     return [[path for _, path in sorted(files, reverse=True)] for _, files in sorted(found.items())]
 
 
-def _read(path: Path) -> tuple[Process, list[QueueDump]]:
-    if path.name.endswith(DUMP_SUFFIX):
-        return read_dump(_bytes(path, MOST_BYTES))
+def _dump_in(path: Path) -> FailureDump | None:
+    """Return the dump in a file; None if it is the file of a page."""
+    return decode_dump(_bytes(path, MOST_BYTES)) if path.name.endswith(DUMP_SUFFIX) else None
+
+
+def _page_in(path: Path) -> Process:
     data = _bytes(path, PAGE_BYTES)
     page = decode_page(_core.status_copy(data) if len(data) == PAGE_BYTES else data)
     state = _state_now(page)
-    return Process(page, "file", state, 0 if state == "unknown" else time.monotonic_ns()), []
+    return Process(page, "file", state, 0 if state == "unknown" else time.monotonic_ns())
 
 
 def _bytes(path: Path, most: int) -> bytes:
@@ -115,8 +130,8 @@ def _bytes(path: Path, most: int) -> bytes:
     return data
 
 
-def read_dump(data: bytes) -> tuple[Process, list[QueueDump]]:
-    """Return the process that has written a dump, as it was then, and the words of its queues.
+def decode_dump(data: bytes) -> FailureDump:
+    """Return a dump.
 
     Raises:
         DecodeError: It is no dump of this version.
@@ -129,6 +144,25 @@ def read_dump(data: bytes) -> tuple[Process, list[QueueDump]]:
         raise DecodeError(
             f"the dump has version {dump.version}, and this release reads version {DUMP_VERSION}"
         )
+    return dump
+
+
+def read_dump(data: bytes) -> tuple[Process, list[QueueDump]]:
+    """Return the process that has written the dump of a group that broke, and the words of its queues.
+
+    Raises:
+        DecodeError: It is no dump of this version, or its page cannot be read.
+    """
+    dump = decode_dump(data)
+    return _process_of(dump), dump.queues
+
+
+def _process_of(dump: FailureDump) -> Process:
+    """Return the process that has written the dump of a group that broke, as it was then.
+
+    Raises:
+        DecodeError: Its page cannot be read.
+    """
     page = decode_page(dump.page)
     failure = Failure(
         dump.group, dump.kind, dump.ranks, dump.by, dump.operation, dump.within_s, dump.detail or dump.text
@@ -139,10 +173,9 @@ def read_dump(data: bytes) -> tuple[Process, list[QueueDump]]:
         states = {
             group.ranks.index(rank): state for rank, state in dump.others.items() if rank in group.ranks
         }
-    process = Process(
+    return Process(
         page, "dump", "alive", dump.monotonic_ns, (failure,), {dump.group: states} if states else {}
     )
-    return process, dump.queues
 
 
 def _state_now(page: Page) -> ProcessState:
@@ -172,7 +205,7 @@ def _rings(seen: Iterable[tuple[str, list[QueueDump], Page]], processes: Sequenc
             if key in done or not name:
                 continue
             done.add(key)
-            yield _ring(queue, name, _ends(key, processes))
+            yield ring_of(queue, name, _ends(key, processes))
 
 
 def _ends(key: tuple[str, int, int], processes: Sequence[Process]) -> Mapping[int, Page]:
@@ -184,25 +217,3 @@ def _ends(key: tuple[str, int, int], processes: Sequence[Process]) -> Mapping[in
         for end in process.page.queues
         if process.page.boot_id == boot_id and (end.inode, end.offset) == (inode, offset)
     }
-
-
-def _ring(queue: QueueDump, name: str, ends: Mapping[int, Page]) -> Ring:
-    writer = ends.get(-1)
-    place: dict[str, Any] = {
-        "name": name,
-        "is_channel": queue.offset > 0,
-        "inode": queue.inode,
-        "offset": queue.offset,
-        "pid": None if writer is None else writer.pid,
-        "rank": None if writer is None else writer.rank,
-    }
-    try:
-        said = decode_ring(queue.first, queue.second, queue.room)
-    except DecodeError as error:
-        return Ring(**place, fault=str(error))
-
-    def known(reader: Reader) -> Reader:
-        page = ends.get(reader.place)
-        return reader if page is None else msgspec.structs.replace(reader, pid=page.pid, rank=page.rank)
-
-    return msgspec.structs.replace(said, **place, readers=tuple(known(reader) for reader in said.readers))

@@ -15,7 +15,7 @@ _TITLES = {
     "dead": "A process died, or was interrupted",
     "divergent": "The ranks made different calls",
     "order": "Ranks wait for each other in a circle",
-    "root cause": "The others wait for a rank that does not come",
+    "root cause": "The others wait for a process that does not come",
     "behind": "A rank had not come when the others gave up",
     "stalled": "All ranks have come, and the call does not end",
     "straggler": "A rank keeps the others waiting",

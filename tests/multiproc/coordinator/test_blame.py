@@ -66,8 +66,6 @@ def plant(name: str, record: Path) -> None:
             assert all(f"{fault.call} on " in line for line in verdict.broken), verdict.text()
             found = msgspec.structs.replace(found, call=fault.call)
         assert_right(found, fault, "live")
-    if not fault.reads:
-        return
     (folder,) = run_folders([record])
     assert_right(judge(read_run([folder])).findings[0], fault, "the record")
     for innocent in set(range(RANKS)) - set(fault.ranks):

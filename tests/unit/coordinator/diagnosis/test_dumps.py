@@ -15,11 +15,12 @@ from coordinator.diagnosis.blame.evidence import Evidence
 from coordinator.diagnosis.blame.recorded import read_dump, read_run, run_folders
 from coordinator.diagnosis.blame.verdict import Verdict
 from device_comm.health import FailureRecord
-from shm_broadcast import _core
+from shm_broadcast import _core, codec
 from shm_broadcast.errors import CommTimeoutError, DecodeError, UsageError
 from shm_broadcast.layout import segment_bytes
+from shm_broadcast.liveness import this_process
 from shm_broadcast.segment import Segment
-from shm_broadcast.status.failure_dump import MOST_BYTES, FailureDump
+from shm_broadcast.status.failure_dump import MOST_BYTES, FailureDump, QueueEnd, dump_of_ring
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import NOBODY, LaneState, Outcome
 from shm_broadcast.status.page import GroupStatus, OwnPage
@@ -134,6 +135,94 @@ def test_positions_of_queues_come_from_dumps(tmp_path: Path) -> None:
     ring.close()
 
 
+ENGINE = 4242
+
+
+def ring_of_engine(behind: int = 0) -> Segment:
+    """Return a queue of the engine to two readers, of which the second is some bytes behind."""
+    ring = Segment.create(segment_bytes(1 << 16, 2))
+    _core.ring_format(ring.memory, 2, 1)
+    for place in range(2):
+        _core.ring_attach(ring.memory, place)
+    if behind:
+        _core.WriteEndpoint(ring.memory, codec.describe, "park", lambda *_: None).send(bytes(behind), 0)
+        _core.ReadEndpoint(ring.memory, 0, codec.build_owned, "park", lambda *_: None).fetch_within(0, 0)
+    return ring
+
+
+def write_wait(rank: Rank, ring: Segment, place: int, states: dict[int, str], error: str = "") -> None:
+    """Write down what a rank waits for; the engine is at the end of the writer, and the ranks 0 and 1 read."""
+    own = this_process()
+    ends = [
+        QueueEnd(at, state, ENGINE if at < 0 else own.pid, 5 + at, own.pid_namespace, own.boot_id, "node1")
+        for at, state in states.items()
+    ]
+    dumped = dump_of_ring(ring.descriptor)
+    assert dumped is not None
+    assert rank.page.dumps is not None
+    rank.page.dumps.write_wait("steps", place, dumped, error, ends, [] if place >= 0 else [0, 1])
+
+
+@pytest.mark.parametrize(("state", "rule"), [("stopped", "root cause"), ("dead", "dead"), ("alive", "")])
+def test_an_engine_without_a_record_is_named_by_what_its_readers_wait_for(
+    tmp_path: Path, state: str, rule: str
+) -> None:
+    """It has no page there: what the reader has written down tells who it is, and how far it is."""
+    tmp_path.chmod(0o700)
+    ranks = [Rank(tmp_path, rank) for rank in range(3)]
+    ring = ring_of_engine()
+    write_wait(ranks[0], ring, 0, {-1: state, 0: "alive"})
+    found = judge(read_run([tmp_path / RUN])).findings
+    assert [each.rule for each in found] == ([rule] if rule else [])
+    for each in found:
+        (culprit,) = each.culprits
+        assert (culprit.rank, culprit.pid, culprit.role) == (None, ENGINE, "writer of queue 'steps'")
+    # Once a rank at an end of the queue has made another call, the wait is over.
+    ranks[0].page.dumps.forget_wait()  # type: ignore[union-attr]
+    assert judge(read_run([tmp_path / RUN])).findings == ()
+    for rank in ranks:
+        rank.close()
+    ring.close()
+
+
+def test_the_slow_reader_of_a_writer_that_waits_is_named(tmp_path: Path) -> None:
+    """The writer's ranks tell which page is the reader's; a call of that one later than the wait ends it."""
+    tmp_path.chmod(0o700)
+    ranks = [Rank(tmp_path, rank) for rank in range(3)]
+    ring = ring_of_engine(behind=1000)
+    write_wait(ranks[2], ring, -1, {-1: "alive"}, "CommTimeoutError")
+    (found,) = judge(read_run([tmp_path / RUN])).findings
+    assert (found.rule, found.ranks, found.call, found.group) == ("root cause", (1,), "enqueue", "steps")
+    assert found.details[-1].startswith("rank 1 is 1 messages and ")
+    ranks[1].lane.begin(kind_of("barrier"), 2, 0, NOBODY)
+    ranks[1].lane.end(Outcome.DONE)
+    assert judge(read_run([tmp_path / RUN])).findings == ()
+    for rank in ranks:
+        rank.close()
+    ring.close()
+
+
+@pytest.mark.guarantee("W4")
+def test_a_hostile_wait_is_an_error_or_a_verdict(tmp_path: Path) -> None:
+    """Changed bytes of what a reader has written down never give another exception."""
+    tmp_path.chmod(0o700)
+    ranks = [Rank(tmp_path, rank) for rank in range(3)]
+    ring = ring_of_engine(behind=1000)
+    write_wait(ranks[0], ring, 0, {-1: "stopped", 0: "alive"})
+    (path,) = (tmp_path / RUN).glob(f"*-0{DUMP_SUFFIX}")
+    whole, random_, verdicts = path.read_bytes(), random.Random(2), 0
+    for _ in range(100):
+        data = bytearray(whole)
+        for _ in range(random_.randint(1, 3)):
+            data[random_.randrange(len(data))] = random_.randrange(256)
+        path.write_bytes(bytes(data))
+        verdicts += not judge(read_run([tmp_path / RUN])).unseen
+    assert verdicts > 10
+    for rank in ranks:
+        rank.close()
+    ring.close()
+
+
 @pytest.mark.parametrize("content", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode([1] * 9)])
 def test_what_is_no_dump_is_told(content: bytes) -> None:
     """It raises a `DecodeError`."""
@@ -212,7 +301,7 @@ def test_the_command_names_the_rank_and_exits_with_3(
     assert main(["blame", str(tmp_path)]) == 3
     text = capsys.readouterr().out
     assert text.startswith(
-        "The others wait for a rank that does not come.\n  call: all_reduce #2 on 'tp:0' (device)"
+        "The others wait for a process that does not come.\n  call: all_reduce #2 on 'tp:0' (device)"
     )
     assert "rank 2 (pid " in text
     assert main(["blame", str(folder), "--json"]) == 3

@@ -45,6 +45,7 @@ class ElasticOptions:
         prompts: Number of different prompts.
         max_tokens: Maximal number of generated tokens per answer.
         slots: Maximal number of answers at a time on a replica.
+        step_ms: Milliseconds that a step takes at least, as with a larger model.
         seed: Chooses when the worker is killed, and seeds the training.
         deadline_s: Seconds after which the front end gives up.
         as_json: Whether to print JSON instead of text.
@@ -57,6 +58,7 @@ class ElasticOptions:
     prompts: int = 24
     max_tokens: int = 96
     slots: int = 4
+    step_ms: float = 10.0
     seed: int = 0
     deadline_s: float = 180.0
     as_json: bool = False
@@ -91,6 +93,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> ElasticOptions:
         ("slots", defaults.slots, "answers at a time on a replica"),
     ):
         add(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} (%(default)s)")
+    add(
+        "--step-ms",
+        type=not_negative,
+        default=defaults.step_ms,
+        metavar="MS",
+        help="what a step takes at least, as with a larger model (%(default)s)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="chooses the moment of the kill (%(default)s)")
     add(
         "--deadline",
@@ -113,6 +122,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> ElasticOptions:
         prompts=parsed.prompts,
         max_tokens=parsed.max_tokens,
         slots=parsed.slots,
+        step_ms=parsed.step_ms,
         seed=parsed.seed,
         deadline_s=parsed.deadline,
         as_json=parsed.json,

@@ -30,8 +30,6 @@ __all__ = ["ReplicaServer", "groups_of_replica"]
 
 # After so many steps the first rank asks whether workers wait to join: it asks the store, which takes a while.
 STEPS_PER_LOOK = 8
-# A step without requests anywhere takes at least so long.
-IDLE_S = 0.005
 REBUILD_TIMEOUT_S = 30.0
 TOKENS_PER_STEP = 48
 
@@ -46,7 +44,6 @@ class Agreed(NamedTuple):
     """What all ranks know together: each field is a sum over the ranks.
 
     Attributes:
-        busy: Replicas that have requests.
         waiting: Workers that wait to join.
         leaving: One more than the number of the replica that the front end lets leave; 0 if it lets none.
         prepared: Ranks that have done their part of a change.
@@ -54,7 +51,6 @@ class Agreed(NamedTuple):
         ending: Replicas that the front end has told to end.
     """
 
-    busy: int
     waiting: int
     leaving: int
     prepared: int
@@ -133,12 +129,11 @@ class ReplicaServer:
 
     def _step(self) -> bool:
         """Meet the others, let members change if all are ready for it, and compute one step; False at the end."""
+        start_s = time.monotonic()
         self._hear()
         agreed = self._meet()
         if agreed.ending or not self._change_members(agreed):
             return False
-        if not agreed.busy:
-            time.sleep(IDLE_S)
         self._begun += 1
         tokens = run_step(self._worker, self._scheduler)
         self._done += 1
@@ -146,6 +141,7 @@ class ReplicaServer:
             finished = [number for number in tokens if not self._scheduler.is_running(number)]
             epoch = 0 if self.groups.change is None else self.groups.change.epoch
             self._say(told="tokens", epoch=epoch, tokens=list(tokens.items()), finished=finished)
+        time.sleep(max(self._options.step_ms / 1e3 - (time.monotonic() - start_s), 0.0))
         return True
 
     def _hear(self) -> None:
@@ -161,15 +157,14 @@ class ReplicaServer:
 
     def _meet(self) -> Agreed:
         """Meet all other ranks, and return what they know together."""
-        scheduler, planned = self._scheduler, self._planned
+        planned = self._planned
         if self._steps % STEPS_PER_LOOK == 0 and self.groups.world.is_first_rank and planned is None:
             self._waiting = self.groups.pending_members()
         self._steps += 1
-        is_busy = scheduler is not None and scheduler.running + scheduler.waiting > 0
         is_prepared = planned is not None and planned.is_prepared
         has_failed = is_prepared and planned is not None and planned.error is not None
         leaving = self.groups.dp.rank_in_group + 1 if self._is_leaving else 0
-        known = [is_busy, self._waiting, leaving, is_prepared, has_failed, self._is_ending]
+        known = [self._waiting, leaving, is_prepared, has_failed, self._is_ending]
         sums = self.groups.world.all_reduce(torch.tensor([int(each) for each in known]))
         return Agreed(*sums.tolist())
 

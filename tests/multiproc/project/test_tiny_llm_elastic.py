@@ -209,7 +209,14 @@ def is_disturbed(
     return {"is_kept": rebuilt["is_kept"], "epoch": rebuilt["epoch"], "are_right": are_right or rank > 0}
 
 
-@pytest.mark.parametrize(("victim", "is_late"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("victim", "is_late"),
+    [
+        (1, True),
+        pytest.param(0, False, marks=pytest.mark.thorough),
+        pytest.param(1, False, marks=pytest.mark.thorough),
+    ],
+)
 def test_ranks_that_end_in_different_steps_compute_their_tokens_again(
     tmp_path: Path, victim: int, is_late: bool
 ) -> None:

@@ -25,6 +25,8 @@ OPTIONS = (
     "-Wno-attributes",
     f"-I{HERE}",
 )
+# A library runs for a moment: to optimise it more takes longer than it saves. A stress program is worth -O1.
+LIBRARY = ("-Og", "-shared", "-fPIC")
 
 
 def compiler() -> str:
@@ -45,7 +47,7 @@ def shared_folder(factory: pytest.TempPathFactory) -> Path:
 def build_host_library(world_size: int, dtype: str, directory: Path, *, emulate: bool = False) -> Path:
     """Compile the kernels into a shared library, unless it is there already, and return its path.
 
-    Processes that want the same library at the same time compile it once: it takes three seconds of processor time.
+    Processes that want the same library at the same time compile it once: it takes two seconds of processor time.
 
     The library has `launch(kernel, grid_x, block_x, args)`, which runs one rank's grid as threads and returns 0 when
     it is done, or 1 if it does not know the kernel. `set_limits(grid, block)` limits both sizes (2 and 2 at first).
@@ -67,9 +69,7 @@ def build_host_library(world_size: int, dtype: str, directory: Path, *, emulate:
             source.write_text(kernel_source())
             unfinished = library.with_suffix(".unfinished")
             flags = ("-DEMULATE=1",) if emulate else ()
-            compile_host(
-                source, "host_library.cpp", unfinished, world_size, dtype, (*flags, "-shared", "-fPIC")
-            )
+            compile_host(source, "host_library.cpp", unfinished, world_size, dtype, (*flags, *LIBRARY))
             unfinished.replace(library)
     return library
 

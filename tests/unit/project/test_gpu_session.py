@@ -163,28 +163,48 @@ def test_the_script_is_valid_shell() -> None:
         assert "--wheels DIR" in refused.stdout
 
 
+# Sessions of pytest in forks of one interpreter, since torch's import and its end take most of the time of each.
+LIST_PARTS = """
+import os, sys
+import pytest
+import coordinator
+for part in sys.argv[1:]:
+    print("part", part, flush=True)
+    child = os.fork()
+    if child == 0:
+        options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--gpu-part", part]
+        status = pytest.main([*options, "tests/gpu"])
+        sys.stdout.flush()
+        os._exit(status)
+    if os.waitpid(child, 0)[1] != 0:
+        sys.exit(1)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_is_its_groups_and_the_facts(part: int) -> None:
+def test_a_part_is_its_groups_and_the_facts() -> None:
     """In the order of the steps; of the first group every part has the facts about the machine."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    parts = [str(part) for part in PARTS]
     listed = subprocess.run(
-        [*command, "--gpu-part", str(part), "tests/gpu"],
+        [sys.executable, "-c", LIST_PARTS, *parts],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    names = [line for line in listed.stdout.splitlines() if line.startswith("tests/gpu/test_")]
-    groups = [line.removeprefix("tests/gpu/test_").partition(".py::")[0] for line in names]
-    assert list(dict.fromkeys(groups)) == [
-        group for group, step in STEPS.items() if step.part == part or group == "probe"
-    ]
-    facts = [name for name in names if IN_EVERY_PART in name]
-    assert len(facts) == 4
-    assert names[:4] == facts
-    assert groups.count("probe") == (7 if part == 1 else 4)
+    _, *lists = listed.stdout.split("part ")
+    assert [each.split("\n")[0] for each in lists] == parts
+    for part, text in zip(PARTS, lists, strict=True):
+        names = [line for line in text.splitlines() if line.startswith("tests/gpu/test_")]
+        groups = [line.removeprefix("tests/gpu/test_").partition(".py::")[0] for line in names]
+        assert list(dict.fromkeys(groups)) == [
+            group for group, step in STEPS.items() if step.part == part or group == "probe"
+        ]
+        facts = [name for name in names if IN_EVERY_PART in name]
+        assert len(facts) == 4
+        assert names[:4] == facts
+        assert groups.count("probe") == (7 if part == 1 else 4)
 
 
 FAKE_PYTHON = """#!/bin/bash

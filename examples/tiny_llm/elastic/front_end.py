@@ -28,6 +28,16 @@ TOKENS_OF_ANSWER = 5
 # The old replica leaves once the new one has given so many answers, and the run ends after so many more.
 ANSWERS_OF_NEWCOMERS = 6
 
+# What workers say that is printed as it is.
+SAID = {
+    "training": "trains a tiny model: loss {loss:.3f}",
+    "failure": "learns: {error}",
+    "excluded": "is left out, as its replica has lost a rank, and ends",
+    "joining": "has loaded its part of the model, and joins",
+    "given up": "says that the change is given up: {error}",
+    "left": "has left, as planned, and ends",
+}
+
 Phase = Literal[
     "starting", "serving", "killed", "joining", "grown", "leaving", "shrunk", "draining", "ending", "over"
 ]
@@ -123,32 +133,20 @@ class FrontEnd:
     # ------------------------------------------------------------------ what is heard
 
     def _hear(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        told, at_s = message["told"], message["at_s"]
+        told = message["told"]
+        if told in SAID:
+            self._account.tell(f"worker {worker.number} {SAID[told].format(**message)}", message["at_s"])
         if told == "tokens":
             self._take_tokens(worker, message)
         elif told == "model":
             self._take_model(message)
         elif told == "ready":
             self._ready.add(worker.number)
-            if worker.number in self.newcomers:
-                self._account.tell(
-                    f"worker {worker.number} has loaded its part of the model, and joins", at_s
-                )
-        elif told == "failure":
-            self._account.tell(f"worker {worker.number}: {message['error'].partition('; ')[0]}", at_s)
-        elif told in ("excluded", "left"):
-            how = (
-                "is left out, as its replica has lost a rank"
-                if told == "excluded"
-                else "has left, as planned"
-            )
-            self._account.tell(f"worker {worker.number} {how}, and ends", at_s)
-            self._leave(worker)
-        elif told == "given up":
-            self._account.tell(f"worker {worker.number}: the change is given up: {message['error']}", at_s)
         elif told == "serving":
             self._settle(worker, message)
-        else:
+        elif told in ("excluded", "left"):
+            self._leave(worker)
+        elif told == "error":
             raise RunError(f"worker {worker.number} has failed: {message['trace']}")
 
     def _take_model(self, message: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The model of the elastic demo, and the answers that one process gives which nobody disturbs."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,25 @@ from .options import ElasticOptions
 __all__ = ["beginnings", "make_model"]
 
 
-def make_model(options: ElasticOptions, directory: Path, alone: ModelGroups) -> dict[str, Any]:
+def make_model(
+    options: ElasticOptions,
+    directory: Path,
+    alone: ModelGroups,
+    on_step: Callable[[float], None] | None = None,
+) -> dict[str, Any]:
     """Train the model unless there is one, and answer all prompts with it.
 
     Args:
         options: The user's options.
         directory: For the checkpoint that is trained.
         alone: Groups of this process only.
+        on_step: Called with the loss after each step of the training.
 
     Returns:
         A message: the directory, the length of the longest sequence, and each prompt with its answer.
     """
     if options.model is None:
-        write_seeded_checkpoint(directory, alone, seed=options.seed)
+        write_seeded_checkpoint(directory, alone, seed=options.seed, on_step=on_step)
     else:
         directory = options.model
     config = ModelConfig.from_directory(directory)

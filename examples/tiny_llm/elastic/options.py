@@ -55,7 +55,7 @@ class ElasticOptions:
     model: Path | None = None
     tensor: int = 2
     victim: int = 3
-    prompts: int = 24
+    prompts: int = 12
     max_tokens: int = 96
     slots: int = 4
     step_ms: float = 10.0

@@ -213,7 +213,7 @@ class ReplicaServer:
             ExcludedError: This replica has lost a rank.
         """
         start_s = time.monotonic()
-        self._say(told="failure", error=str(error))
+        self._say(told="failure", error=str(error).partition("; ")[0])
         planned, self._planned, self._waiting = self._planned, None, 0
         if planned is not None:
             planned.give_up()

@@ -35,6 +35,7 @@ from .wire import Wire
 __all__ = ["run_worker"]
 
 JOIN_TIMEOUT_S = 60.0
+TRAINING_TOLD_S = 2.0
 
 
 def run_worker(options: ElasticOptions, launched: LaunchedWorker) -> int:
@@ -89,7 +90,8 @@ def _begin(
     if groups.world.is_first_rank:
         alone = groups.pp  # without pipeline stages it has one member
         directory = launched.directory / "checkpoint"
-        say(told="model", **make_model(options, directory, ModelGroups(alone, alone, alone)))
+        made = make_model(options, directory, ModelGroups(alone, alone, alone), _loss_teller(say))
+        say(told="model", **made)
     stage_worker = _load(options, wire, groups_of_replica(groups))
     say(told="ready")
     return ReplicaServer(groups, stage_worker, wire, say, options)
@@ -103,7 +105,7 @@ def _join(
     assert launched.replaces is not None
     place = fake_groups(ParallelLayout(tensor=options.tensor), launched.replaces % options.tensor)
     stage_worker = _load(options, wire, ModelGroups(place.tp, place.tp, place.pp))
-    say(told="ready")
+    say(told="joining")
     groups = join_distributed_environment(
         _rendezvous(launched), replaces=launched.replaces, timeout_s=JOIN_TIMEOUT_S
     )
@@ -111,6 +113,19 @@ def _join(
     server = ReplicaServer(groups, stage_worker, wire, say, options)
     server.say_place("joined")
     return server
+
+
+def _loss_teller(say: Callable[..., None]) -> Callable[[float], None]:
+    """Return what tells the loss of the training to the front end, now and then."""
+    told_s = time.monotonic()
+
+    def tell(loss: float) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= TRAINING_TOLD_S:
+            told_s = time.monotonic()
+            say(told="training", loss=loss)
+
+    return tell
 
 
 def _rendezvous(launched: LaunchedWorker) -> str:

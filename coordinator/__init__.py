@@ -25,9 +25,10 @@ from coordinator.errors import (
     NcclError,
     PeerLostError,
     SettingsError,
+    StaleGraphError,
     UsageError,
 )
-from coordinator.graph_capture import GraphCaptureContext
+from coordinator.graph_capture import CapturedGraph, GraphCaptureContext
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups, current_groups
 from coordinator.layout import ParallelLayout
@@ -69,6 +70,7 @@ __all__ = [
     "BitwiseOperation",
     "CallHandle",
     "CapabilityError",
+    "CapturedGraph",
     "CarriedError",
     "ClosedError",
     "CommError",
@@ -100,6 +102,7 @@ __all__ = [
     "Reduction",
     "RoutedTokens",
     "SettingsError",
+    "StaleGraphError",
     "StartUpReport",
     "UsageError",
     "cleanup_dist_env_and_memory",

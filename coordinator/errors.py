@@ -15,6 +15,7 @@ from shm_broadcast.errors import (
     NcclError,
     PeerLostError,
     SettingsError,
+    StaleGraphError,
     UsageError,
 )
 
@@ -33,5 +34,6 @@ __all__ = [
     "NcclError",
     "PeerLostError",
     "SettingsError",
+    "StaleGraphError",
     "UsageError",
 ]

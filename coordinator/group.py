@@ -27,7 +27,7 @@ from coordinator.collectives import subgroups
 from coordinator.collectives.expert_parallel import TokenRouting
 from coordinator.collectives.point_to_point import PointToPoint
 from coordinator.collectives.scalar_collectives import ScalarCollectives
-from coordinator.graph_capture import GraphCaptureContext, capture_on
+from coordinator.graph_capture import CaptureGuard, GraphCaptureContext, capture_on
 from coordinator.host.object_order import ObjectOrder
 from coordinator.host.open_sends import OpenSends
 from coordinator.host.shared import SharedHostPlane
@@ -253,6 +253,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self._gathers = ObjectOrder("gather_object", parts.health)
         self._scatters = ObjectOrder("scatter_object_list", parts.health)
         self._health = parts.health
+        self._guard = CaptureGuard(parts.health)
         self._cpu_group = parts.process_groups.host
         self._device_group = parts.process_groups.device
         self._open_sends = OpenSends()
@@ -450,7 +451,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         that stream.
         """
         self._calls.enter("graph_capture")
-        with capture_on(self.device, [self.device_communicator], graph_capture_context, stream) as context:
+        communicators, guards = [self.device_communicator], [self._guard]
+        with capture_on(self.device, communicators, guards, graph_capture_context, stream) as context:
             yield context
 
     # ------------------------------------------------------------------ sub-groups

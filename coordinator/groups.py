@@ -6,7 +6,7 @@ import contextvars
 import dataclasses
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal, Self, TypeAlias, cast, get_args
 
@@ -19,6 +19,7 @@ from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.timings import StartUpReport
 from coordinator.bootstrap.world import World
 from coordinator.elastic.changing import ChangingGroups
+from coordinator.elastic.ending import Ending, ending_of
 from coordinator.elastic.exclusion import exclusion_in
 from coordinator.elastic.part import Change, Recipe
 from coordinator.elastic.rebuilding import Membership
@@ -27,7 +28,6 @@ from coordinator.group import GroupCoordinator
 from coordinator.layout import Dimension, ParallelLayout, RankLists
 from coordinator.settings import CoordinatorSettings
 from coordinator.torch_interop.device_mesh import layout_of_mesh, mesh_of
-from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import UsageError
 from shm_broadcast.reports.log_fields import log_fields
@@ -91,6 +91,13 @@ class ParallelGroups(ChangingGroups):
     _mesh: list[DeviceMesh] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
     # Former `rdp` and `sdp` groups that this record must destroy.
     _retired: list[GroupCoordinator] = dataclasses.field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    _callbacks: list[Callable[[ParallelGroups], object]] = dataclasses.field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    _unreturned: list[ParallelGroups] = dataclasses.field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
@@ -332,14 +339,17 @@ class ParallelGroups(ChangingGroups):
             has_token_group=self.ep.token_group is not None,
             backend=self.world.torch_distributed_backend,
         )
-        return Membership(parts.world, parts.processes, self.world.settings, recipe)
+        settings = self.world.settings
+        return Membership(parts.world, parts.processes, settings, recipe, len(self._callbacks))
 
     def _healths(self) -> list[GroupHealth]:
         return [group._health for group in [*self.by_name().values(), *self._retired]]  # noqa: SLF001 - ours
 
-    def _communicators(self) -> list[DeviceCommunicator]:
+    def _ending(self) -> Ending:
         groups = self.owned() if self.owns_world else [*self.owned(), self.world]
-        return [group.device_communicator for group in groups]
+        communicators = [group.device_communicator for group in groups]
+        guards = [group._guard for group in groups]  # noqa: SLF001 - ours
+        return ending_of(communicators, guards, self._destroy_all)
 
     def _create_again(
         self, own: World, recipe: Recipe, layout: ParallelLayout, create_timeout_s: float
@@ -398,6 +408,8 @@ class ParallelGroups(ChangingGroups):
 
         Waits for the other ranks at most about `destroy_timeout_s` per group.
         """
+        while self._unreturned:
+            self._unreturned.pop().destroy()
         destroy_together(self.owned())
 
     def owned(self) -> list[GroupCoordinator]:
@@ -414,8 +426,10 @@ class ParallelGroups(ChangingGroups):
         stream: torch.Stream | None = None,
     ) -> Iterator[GraphCaptureContext]:
         """Capture with all groups, entered in order of creation; see `GroupCoordinator.graph_capture`."""
-        communicators = [group.device_communicator for group in self.by_name().values()]
-        with capture_on(self.world.device, communicators, graph_capture_context, stream) as context:
+        groups = self.by_name().values()
+        communicators = [group.device_communicator for group in groups]
+        guards = [group._guard for group in groups]  # noqa: SLF001 - ours
+        with capture_on(self.world.device, communicators, guards, graph_capture_context, stream) as context:
             yield context
 
     def __enter__(self) -> Self:

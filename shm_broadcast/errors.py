@@ -75,6 +75,25 @@ class ExcludedError(CommError):
     """
 
 
+class StaleGraphError(UsageError):
+    """A graph was captured with groups whose place others have taken since: capture it again, with those.
+
+    Attributes:
+        captured_epoch: The epoch of the groups of the capture.
+        current_epoch: The epoch of those that have followed them.
+    """
+
+    def __init__(self, captured_epoch: int, current_epoch: int, *, group: str = "") -> None:
+        """Store the epochs; `group` is the name of a group of the capture."""
+        where = f"a replay on {group!r}" if group else "a replay"
+        super().__init__(
+            f"{where}: the graph was captured in epoch {captured_epoch}, and the groups of epoch {current_epoch} have "
+            "taken the place of those since; capture it again"
+        )
+        self.captured_epoch: int = captured_epoch
+        self.current_epoch: int = current_epoch
+
+
 class PeerLostError(CommError, ConnectionError):
     """A peer's process ended, or the peer left the group. The group is unusable afterwards.
 

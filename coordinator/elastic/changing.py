@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from typing import Self
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, Self
 
 from coordinator.bootstrap.world import World
 from coordinator.elastic import joiners
-from coordinator.elastic.ending import ending_of
+from coordinator.elastic.callbacks import call_back
+from coordinator.elastic.ending import Ending
 from coordinator.elastic.layouts import LayoutRule, drop_replicas
 from coordinator.elastic.part import Change, Recipe
 from coordinator.elastic.rebuilding import Membership, Plan, prepare, rebuild
 from coordinator.layout import ParallelLayout
-from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import UsageError
 
@@ -22,6 +23,11 @@ __all__ = ["ChangingGroups"]
 
 class ChangingGroups(ABC):
     """All groups of a world whose members may change; a part of `ParallelGroups`."""
+
+    # What `on_rebuild` was told.
+    _callbacks: list[Callable[[Any], object]]
+    # The groups that have followed these, while what a callback raised has kept them from being returned.
+    _unreturned: list[Self]
 
     def rebuild(
         self,
@@ -59,17 +65,26 @@ class ChangingGroups(ABC):
             CommTimeoutError: Too few ranks came in time; `.missing` names the others. As above.
             UsageError: The members of this world cannot change; see `init_distributed_environment(elastic=True)`.
             NativeError: The store is gone.
+            Others: What a callback has raised; see `on_rebuild`.
         """
-        return rebuild(
+        if self._unreturned:
+            later = self._unreturned[0].rebuild(
+                layout=layout, progress=progress, min_members=min_members, timeout_s=timeout_s
+            )
+            self._unreturned.clear()
+            return later
+        groups = rebuild(
             self._membership(),
             layout,
             progress,
             min_members,
             timeout_s,
             self._create_again,
-            ending_of(self._communicators(), self._destroy_all),
+            self._ending(),
             self._healths(),
         )
+        self._go_over(groups)
+        return groups
 
     def prepare(
         self,
@@ -111,7 +126,8 @@ class ChangingGroups(ABC):
             join,
             timeout_s,
             self._create_again,
-            ending_of(self._communicators(), self._destroy_all),
+            self._ending(),
+            self._go_over,
         )
 
     def pending_members(self, *, leave: Collection[int] = (), timeout_s: float = 30.0) -> int:
@@ -134,6 +150,31 @@ class ChangingGroups(ABC):
         staying = [place for rank, place in enumerate(line.places) if rank not in leave]
         return len(joiners.pending(line, staying, "pending_members", timeout_s))
 
+    def on_rebuild(self, callback: Callable[[Self], object]) -> None:
+        """Call `callback` with the new groups behind each `rebuild` and `commit` from now on, also of later groups.
+
+        For what belongs to an epoch and must be made anew, such as CUDA graphs. The callbacks run before `rebuild` or
+        `commit` returns, in the order in which they were registered; each may make collective calls of the new groups.
+        Register equal ones in equal order on all ranks: ranks with different numbers of callbacks refuse the change. A
+        process that joins passes its own to `join_distributed_environment`; a rank that leaves calls none.
+
+        What a callback raises breaks the new groups on all ranks, and `rebuild` or `commit` raises it. Then call
+        `rebuild` of this record once more: it goes on from the new groups, and the callbacks run again. `destroy` of
+        this record destroys them, too.
+        """
+        self._callbacks.append(callback)
+
+    def _go_over(self, groups: Self) -> None:
+        """Let `groups` have the callbacks of these, and call them."""
+        groups._callbacks.extend(self._callbacks)
+        self._unreturned.append(groups)
+        groups._call_back()
+        self._unreturned.clear()
+
+    def _call_back(self) -> None:
+        """Call the callbacks with these groups, which have just begun to serve. Raises what they raise."""
+        call_back([partial(callback, self) for callback in self._callbacks], self._healths())
+
     @abstractmethod
     def destroy(self) -> None:
         """Destroy the groups. Idempotent."""
@@ -151,8 +192,8 @@ class ChangingGroups(ABC):
         """Return whether the groups can be used, for all that `_destroy_all` destroys."""
 
     @abstractmethod
-    def _communicators(self) -> list[DeviceCommunicator]:
-        """Return the device communicators of all that `_destroy_all` destroys, in that order, equal on all ranks."""
+    def _ending(self) -> Ending:
+        """Return how the groups end that `_destroy_all` destroys, in that order, which is equal on all ranks."""
 
     @abstractmethod
     def _create_again(

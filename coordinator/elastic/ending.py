@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.graph_capture import CaptureGuard
 from device_comm.base import DeviceCommunicator
 from shm_broadcast.errors import CommTimeoutError, GroupBrokenError, PeerLostError
 
@@ -32,24 +33,30 @@ class Ending(NamedTuple):
             `CommError` if the device has failed or does not come to rest.
         met: Takes note that these ranks have done the same.
         destroy: Destroys the groups.
+        follow: Takes note that the groups of another epoch have taken the place of these; gets both epochs.
     """
 
     check: Callable[[], None]
     quiesce: Callable[[float], None]
     met: Callable[[Collection[int]], None]
     destroy: Callable[[], None]
+    follow: Callable[[int, int], None]
 
 
 def _nothing(*_: object) -> None:
     """Do nothing."""
 
 
-NOTHING: Final = Ending(_nothing, _nothing, _nothing, _nothing)
+NOTHING: Final = Ending(_nothing, _nothing, _nothing, _nothing, _nothing)
 """That of a process that joins: it has no groups of the last epoch."""
 
 
-def ending_of(communicators: Sequence[DeviceCommunicator], destroy: Callable[[], None]) -> Ending:
-    """Return how groups end that have these communicators; in this order, equal on all ranks, NCCL is finalized."""
+def ending_of(
+    communicators: Sequence[DeviceCommunicator],
+    guards: Sequence[CaptureGuard],
+    destroy: Callable[[], None],
+) -> Ending:
+    """Return how groups end that have these parts; NCCL is finalized in this order, which is equal on all ranks."""
 
     def check() -> None:
         for each in communicators:
@@ -66,7 +73,11 @@ def ending_of(communicators: Sequence[DeviceCommunicator], destroy: Callable[[],
         for each in communicators:
             each.met(ranks)
 
-    return Ending(check, quiesce, met, destroy)
+    def follow(last: int, epoch: int) -> None:
+        for each in guards:
+            each.followed_by = last, epoch
+
+    return Ending(check, quiesce, met, destroy, follow)
 
 
 class Meeting:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -26,6 +28,7 @@ def join_distributed_environment(
     local_rank: int | None = None,
     settings: CoordinatorSettings | None = None,
     timeout_s: float = 300.0,
+    on_rebuild: Sequence[Callable[[ParallelGroups], object]] = (),
 ) -> ParallelGroups:
     """Wait until the ranks that serve take this process in, and return its groups.
 
@@ -42,6 +45,8 @@ def join_distributed_environment(
         local_rank: Index of this process's device on its host; None takes the current device.
         settings: Settings of the groups, equal to those of the others; default: read from the environment.
         timeout_s: How long to wait for each step, in seconds.
+        on_rebuild: Callbacks that get the groups, now and later: those that the others have registered, in their order.
+            See `ParallelGroups.on_rebuild`. They are where graphs are captured, together with the others.
 
     Returns:
         The groups; `change` says what has changed. The rank is one of the last, or follows from the place.
@@ -52,6 +57,7 @@ def join_distributed_environment(
         UsageError: `store` is none, or no run goes on there; or there never was a member `replaces`.
         SettingsError: The environment has a setting that is unknown or malformed.
         NativeError: The store is gone.
+        Others: What a callback has raised. The groups are destroyed, and the others find this process gone.
     """
     if replaces is not None and (isinstance(replaces, bool) or not isinstance(replaces, int) or replaces < 0):
         raise UsageError(f"replaces must be the number of a member, not {replaces!r}")
@@ -69,10 +75,18 @@ def join_distributed_environment(
 
     try:
         line = joiners.new_line(given, replaces, "join_distributed_environment", timeout_s)
-        return join_members(line, settings, timeout_s, create, leave)
+        groups = join_members(line, settings, timeout_s, create, leave, len(on_rebuild))
     except BaseException:
         leave()
         raise
+    for callback in on_rebuild:
+        groups.on_rebuild(callback)
+    try:
+        groups._call_back()  # noqa: SLF001 - ours
+    except BaseException:
+        groups.destroy()
+        raise
+    return groups
 
 
 def _nothing() -> None:

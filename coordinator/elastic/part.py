@@ -116,9 +116,10 @@ def note_of(text: str) -> Note:
     return _decoder.decode(text)
 
 
-def settings_facts(settings: CoordinatorSettings) -> dict[str, str]:
-    """Return the settings that must be equal on all ranks, as text by name."""
-    return {f"setting {field}": str(value) for field, value in settings.agreed().items()}
+def settings_facts(settings: CoordinatorSettings, callbacks: int) -> dict[str, str]:
+    """Return the settings, and the number of callbacks, that must be equal on all ranks, as text by name."""
+    facts = {f"setting {field}": str(value) for field, value in settings.agreed().items()}
+    return {**facts, "on_rebuild callbacks": str(callbacks)}
 
 
 class Rebuildable(Protocol):
@@ -262,7 +263,8 @@ class Part(Generic[Groups]):
         members = chosen.members
         settings = {rank: said[member].settings for rank, member in enumerate(members)}
         facts = {note.rank: note.facts for note in said.values() if note.rank is not None}
-        if any(each != self.note.settings for each in settings.values()):
+        # Those who leave do not count: they make no groups.
+        if any(each != settings[0] for each in settings.values()):
             return f"new ranks disagree: {'; '.join(differences(settings))}"
         if any(each != next(iter(facts.values())) for each in facts.values()):
             return f"ranks disagree: {'; '.join(differences(facts))}"
@@ -351,6 +353,7 @@ class Part(Generic[Groups]):
             logger.warning("%s", error, extra=log_fields(rank=self.note.rank, call="commit"))
         finally:
             self._ending.destroy()
+            self._ending.follow(self.line.epoch, number)
 
     def build(self, number: int, members: tuple[int, ...]) -> None:
         """Create the groups of these members, behind the end of the last ones if they were torn down."""
@@ -386,6 +389,7 @@ class Part(Generic[Groups]):
         if self._leave_store is not None:
             self._world.take_over(self._leave_store)
             self._leave_store = None
+        self._ending.follow(self.line.epoch, number)
         self._world.show()
         return self._made.with_change(self.change(number, members))
 

@@ -38,17 +38,19 @@ class Membership(msgspec.Struct, frozen=True):
         processes: The processes of the world's ranks.
         settings: Those of the groups.
         recipe: How to create such groups.
+        callbacks: How many callbacks get the next groups.
     """
 
     world: World
     processes: Mapping[int, ProcessIdentity]
     settings: CoordinatorSettings
     recipe: Recipe
+    callbacks: int = 0
 
     def note(self, progress: int, call: str, timeout_s: float) -> Note:
         """Return what this rank tells the others."""
         facts = {"layout": str(self.recipe.layout), "call": call, "timeout_s": str(timeout_s)}
-        settings = settings_facts(self.settings)
+        settings = settings_facts(self.settings, self.callbacks)
         line, rank = self.world.line(), self.world.rank
         return Note(
             this_process(),
@@ -128,6 +130,7 @@ def prepare(
     timeout_s: float,
     create: Create[Groups],
     ending: Ending,
+    then: Callable[[Groups], None],
 ) -> Plan[Groups]:
     """Agree on a planned change, and create its groups beside those that serve. See `ParallelGroups.prepare`."""
     size = old.world.size
@@ -151,7 +154,7 @@ def prepare(
             protocol.agree_on_members(line.me, line.epoch, line.members, _text(note), is_planned=True)
         )
         if isinstance(end, Prepared):
-            return Plan(part, old, end, timeout_s, held.pop_all())
+            return Plan(part, old, end, timeout_s, held.pop_all(), then)
     raise _failure(end, where, line, timeout_s) from part.rule_error
 
 
@@ -161,10 +164,11 @@ def join_members(
     timeout_s: float,
     create: Create[Groups],
     leave_store: Callable[[], None],
+    callbacks: int,
 ) -> Groups:
     """Wait for a planned change with a place for this process, and take part. See `join_distributed_environment`."""
     (place,) = line.places
-    note = Note(this_process(), settings_facts(settings), {}, 0, place)
+    note = Note(this_process(), settings_facts(settings, callbacks), {}, 0, place)
     is_behind = place == line.me
     where = f"join (member {line.me})" if is_behind else f"join (member {line.me}, in the place of {place})"
     taking_part = _taking_part(line, note, {}, timeout_s, where, create, NOTHING, leave_store=leave_store)
@@ -204,10 +208,17 @@ class Plan(Generic[Groups]):
     """
 
     def __init__(
-        self, part: Part[Groups], old: Membership, end: Prepared, timeout_s: float, held: ExitStack
+        self,
+        part: Part[Groups],
+        old: Membership,
+        end: Prepared,
+        timeout_s: float,
+        held: ExitStack,
+        then: Callable[[Groups], None],
     ) -> None:
-        """Use `ParallelGroups.prepare`. `held` is closed once the change is decided."""
+        """Use `ParallelGroups.prepare`. `held` is closed once the change is decided; `then` gets the new groups."""
         self._held = held
+        self._then = then
         self._part = part
         self._old = old
         self._end = end
@@ -247,6 +258,7 @@ class Plan(Generic[Groups]):
             NativeError: The store is gone.
             CudaError, CommTimeoutError: The change is made, but this rank cannot go on with its device. The others find
                 it gone.
+            Others: What a callback has raised; see `ParallelGroups.on_rebuild`. The change is made.
         """
         line, end = self._old.world.line(), self._end
         if self._phase != "prepared":
@@ -262,12 +274,16 @@ class Plan(Generic[Groups]):
             reason = decision.removeprefix(protocol.LOST)
             raise DisagreementError(f"commit: the change was given up, the old groups serve on: {reason}")
         self._phase = "committed"
+        groups = None
         with self._held:
             self._part.finish(end.number)
             if line.me in end.members:
-                return self._part.begin(end.number, end.members)
-            self._part.leave()
-            return None
+                groups = self._part.begin(end.number, end.members)
+            else:
+                self._part.leave()
+        if groups is not None:
+            self._then(groups)
+        return groups
 
     def abort(self, reason: str = "a rank has aborted it") -> None:
         """Give the change up, for all ranks; those that call `commit` get `DisagreementError` with the reason.

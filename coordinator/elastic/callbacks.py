@@ -1,0 +1,30 @@
+"""What a rank does with the groups of the next epoch before it goes on: the callbacks of `on_rebuild`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from coordinator.elastic.revoking import revoke
+from device_comm.health import GroupHealth
+
+__all__ = ["call_back"]
+
+
+def call_back(callbacks: Sequence[Callable[[], object]], healths: Sequence[GroupHealth]) -> None:
+    """Call `callbacks` in order. What one raises breaks the new groups: the others may wait in its calls.
+
+    Args:
+        callbacks: Equal on all ranks, as they may make collective calls of the new groups.
+        healths: Those of all of the new groups, the world's first.
+
+    Raises:
+        Others: Whatever a callback raises.
+    """
+    try:
+        for callback in callbacks:
+            callback()
+    except BaseException as error:
+        if not any(health.is_broken for health in healths):
+            healths[0].fail(error, "on_rebuild")
+        revoke(healths)
+        raise

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from coordinator.group import GroupCoordinator
 from coordinator.integrations.vllm.announcement import announce
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
+from coordinator.settings import CoordinatorSettings
 from device_comm import checks
 from shm_broadcast.errors import CapabilityError, UsageError
 
@@ -26,8 +28,54 @@ STATE: Final = "vllm.distributed.parallel_state"
 LOADING_S: Final = 1800.0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Experts:
+    """What vLLM asks of `all2all_manager` of the communicator of an expert-parallel group.
+
+    Attributes:
+        rank: In the group.
+        world_size: Of the group.
+        dp_world_size: How many replicas have tokens of their own.
+        support_fault_tolerance: Whether it goes on without ranks that fail.
+    """
+
+    rank: int
+    world_size: int
+    dp_world_size: int
+    support_fault_tolerance: bool = False
+
+
 class VllmGroupCoordinator(GroupCoordinator):
     """A group whose queues and experts follow vLLM's rules; constructor and attributes are those of the base class."""
+
+    def __init__(
+        self,
+        group_ranks: Sequence[Sequence[int]],
+        local_rank: int,
+        torch_distributed_backend: str,
+        use_device_communicator: bool,
+        use_message_queue_broadcaster: bool = False,
+        group_name: str | None = None,
+        use_all2all: bool = False,
+        *,
+        settings: CoordinatorSettings | None = None,
+    ) -> None:
+        """Create a group as the base class does, and say what vLLM asks of the communicator of its experts."""
+        super().__init__(
+            group_ranks,
+            local_rank,
+            torch_distributed_backend,
+            use_device_communicator,
+            use_message_queue_broadcaster,
+            group_name,
+            use_all2all,
+            settings=settings,
+        )
+        if self.use_all2all and self.world_size > 1:
+            # With several replicas of a mixture of experts vLLM reads this before it calls `dispatch`.
+            replicas: int = import_module(STATE).get_dp_group().world_size
+            communicator: Any = self.device_communicator
+            communicator.all2all_manager = _Experts(self.rank_in_group, self.world_size, replicas)
 
     def _create(self, *parts: Any) -> None:
         """Refuse, on every rank alike, what vLLM's elastic engine would make of this group."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator import GroupCoordinator
-from coordinator.integrations.vllm.group import VllmGroupCoordinator
+from coordinator.integrations.vllm.group import STATE, VllmGroupCoordinator
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
 from shm_broadcast.errors import CapabilityError, UsageError
 from tests.harness import RankPool
@@ -22,13 +22,17 @@ DEADLINE_S = 20.0
 
 
 @contextmanager
-def vllm_group(first: GroupCoordinator, current: object = None) -> Iterator[VllmGroupCoordinator]:
+def vllm_group(
+    first: GroupCoordinator, current: object = None, **how: bool
+) -> Iterator[VllmGroupCoordinator]:
     """Make a group of the ranks of `first`, where `current` is the configuration of vLLM at the moment."""
     config: Any = types.ModuleType("vllm.config")
     config.get_current_vllm_config_or_none = lambda: current
     sys.modules["vllm.config"] = config
     try:
-        with VllmGroupCoordinator([first.ranks], first.local_rank, "gloo", True, group_name="tp") as group:
+        with VllmGroupCoordinator(
+            [first.ranks], first.local_rank, "gloo", True, group_name="tp", **how
+        ) as group:
             yield group
     finally:
         del sys.modules["vllm.config"]
@@ -164,3 +168,23 @@ def elastic(rank: int, world_size: int, directory: Path) -> None:
 def test_an_elastic_engine_is_refused_with_the_remedy(ranks2: RankPool) -> None:
     """Its groups for experts are of a class of vLLM's own, beside which ours cannot work; each rank says so."""
     ranks2.run(elastic)
+
+
+def experts(rank: int, world_size: int, directory: Path) -> list[Any]:
+    state: Any = types.ModuleType(STATE)
+    state.get_dp_group = lambda: types.SimpleNamespace(world_size=2)
+    sys.modules[STATE] = state
+    try:
+        with world(rank, world_size, directory) as first:
+            with vllm_group(first) as group:
+                assert not hasattr(group.device_communicator, "all2all_manager")
+            with vllm_group(first, use_all2all=True) as group:
+                found: Any = group.device_communicator.all2all_manager  # type: ignore[attr-defined]
+                return [found.rank, found.world_size, found.dp_world_size, found.support_fault_tolerance]
+    finally:
+        del sys.modules[STATE]
+
+
+def test_a_group_of_experts_has_what_vllm_reads_before_it_dispatches(ranks2: RankPool) -> None:
+    """With several replicas of a mixture of experts vLLM asks the communicator for these."""
+    assert ranks2.run(experts) == [[0, 2, 2, False], [1, 2, 2, False]]

@@ -267,7 +267,10 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         )
         self._routing = TokenRouting(parts.communicator, parts.host)
         self._process_group: dist.ProcessGroup | None = None
-        self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.process_groups.address)
+        world = parts.world if parts.world is not None and parts.world.is_elastic else None
+        self._queues: Queues = GroupQueues(
+            parts.host, parts.health, settings, parts.process_groups.address, world
+        )
         self.mq_broadcaster: Writer | Reader | None = None
         in_torch_world = parts.world is not None and parts.world.is_torch
         group_registry.register(self, self._calls, in_torch_world=in_torch_world)

@@ -107,9 +107,9 @@ class ParallelGroups(ChangingGroups):
         Where members change, a call that fails asks whether the others have gone on without this rank.
         """
         world = self.world._parts.world  # noqa: SLF001 - ours
-        if world is not None and (exclusion := exclusion_in(world)) is not None:
+        if world is not None and world.is_elastic:
             for health in self._healths():
-                health.exclusion = exclusion
+                health.exclusion = exclusion_in(world)
         for name, group in self.by_name().items():
             if self.world.rank_in_group == 0 and group.rank_in_group != 0:
                 raise UsageError(

@@ -22,7 +22,6 @@ from shm_broadcast.errors import (
     ClosedError,
     CommError,
     CommTimeoutError,
-    ExcludedError,
     GroupBrokenError,
     NativeError,
     NcclError,
@@ -201,8 +200,9 @@ class GroupHealth:
         self._breaker: int | None = None
         self._failure_record: FailureRecord | None = None
         self._closed = False
-        # Where members change: says, once the group is broken, that the others have gone on without this rank.
-        self.exclusion: Callable[[], str] | None = None
+        # Where members change: returns `ExcludedError` if the others have gone on without this rank. Asked by calls
+        # that fail, with the beginning of the text.
+        self.exclusion: Callable[[str], CommError | None] = lambda _where: None
         # Ranks whose process has ended after they had destroyed the group.
         self._excused: set[int] = set()
         self._fork_count = fork_count()
@@ -267,16 +267,11 @@ class GroupHealth:
         if self._closed:
             raise ClosedError(f"{self.where(name)}: the group was destroyed")
         if self._cause is not None:
-            if (excluded := self._excluded(name)) is not None:
+            if (excluded := self.exclusion(self.where(name))) is not None:
                 raise excluded from self._cause
             raise GroupBrokenError(
                 f"{self.where(name)}: an earlier failure made the group unusable, destroy it: {self._cause}"
             ) from self._cause
-
-    def _excluded(self, name: object) -> ExcludedError | None:
-        """Return the error of a call if the other ranks have gone on without this one. May ask the store."""
-        text = "" if self.exclusion is None else self.exclusion()
-        return ExcludedError(f"{self.where(name)}: {text}") if text else None
 
     def check_owner(self, name: object) -> None:
         """Raise `UsageError` if this process is a forked child of the group's owner."""
@@ -430,16 +425,6 @@ class GroupHealth:
         if failure_record is not None:
             raise self._adopt(operation, failure_record)
 
-    def check_excluded(self, operation: Operation) -> None:
-        """Break the group and raise if the other ranks have gone on without this one; asks the store if members change.
-
-        Raises:
-            ExcludedError: They have.
-        """
-        if (excluded := self._excluded(operation)) is not None:
-            self._break(excluded)
-            raise excluded
-
     def others_failed(self) -> bool:
         """Return whether another rank has published a failure record. From any thread; as quick as the status store."""
         failure_record = self._status_store.failure_record()
@@ -529,16 +514,12 @@ class GroupHealth:
             # A peer gave up waiting for the stopped rank, and could not publish that.
             waited_s = time.monotonic() - end + EXPLAIN_S
             return self._record(operation, self._failure(operation, "timeout", stopped, waited_s))
-        recorded = self._record(operation, self._failure(operation, "failed", (), detail=str(error)))
-        if isinstance(recorded, ExcludedError):
-            return recorded
+        self._record(operation, self._failure(operation, "failed", (), detail=str(error)))
         text = f"{self.where(operation)}: the transport failed though every process is alive: {error}; "
         text += "the group is now unusable, destroy it"
-        failure: NativeError
+        failure = NativeError(text, library="torch.distributed", function=operation.name)
         if isinstance(error, NcclError):
             failure = NcclError(text, library=error.library, function=error.function, code=error.code)
-        else:
-            failure = NativeError(text, library="torch.distributed", function=operation.name)
         self._cause = failure
         return failure
 
@@ -597,7 +578,7 @@ class GroupHealth:
 
     def _adopt(self, operation: Operation, failure_record: FailureRecord) -> CommError:
         self._failure_record = failure_record
-        error = self._excluded(operation) or self._error(operation, failure_record)
+        error = self.exclusion(self.where(operation)) or self._error(operation, failure_record)
         self._break(error)
         return error
 
@@ -623,10 +604,8 @@ class GroupHealth:
                 f"{where}: the transport failed on rank {failure_record.by}: {failure_record.detail}{end}"
             )
         verbs = {"lost": "lost", "left": "the group was destroyed by", "interrupted": "interrupted:"}
-        what = verbs[failure_record.kind]
-        return PeerLostError(
-            f"{where}: {what} {ranks} {failure_record.detail}{end}", peers=failure_record.ranks
-        )
+        text = f"{where}: {verbs[failure_record.kind]} {ranks} {failure_record.detail}{end}"
+        return PeerLostError(text, peers=failure_record.ranks)
 
     def _break(self, cause: BaseException) -> None:
         thread = threading.get_ident()

@@ -12,6 +12,7 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import tempfile
 import threading
 import time
@@ -32,7 +33,9 @@ from coordinator.parallel_state import (
     get_world_group,
     init_distributed_environment,
 )
+from coordinator.queues.external_writer import ExternalWriter
 from coordinator.settings import CoordinatorSettings
+from device_comm.cpu.shared_memory import SharedMemory
 from shm_broadcast.queue import QueueReader, QueueWriter
 from tests.rank_main import receive, send
 from tests.rank_processes import RankProcess
@@ -279,6 +282,39 @@ class Member:
             texts.append(str(error))
         return [*kinds, texts[0]]
 
+    def number_of(self, name: str) -> int:
+        """Return the number in the header of the memory that carries a group's collectives."""
+        health = self.groups.by_name()[name]._health
+        (shared,) = (
+            each
+            for each in gc.get_objects()
+            if isinstance(each, SharedMemory) and each.device._health is health
+        )
+        *_, number = struct.unpack_from("<QIIQQQ", shared._segment.memory)
+        return int(number)
+
+    def handle(self, queue: str) -> list[Any]:
+        """Return handle, key and generation of a queue that this process writes."""
+        writer = self._queues[queue]
+        return [writer.handle.to_bytes(writer.key), writer.key, writer.handle.generation]
+
+    def open(self, handle: bytes, key: bytes, rank: int) -> str:
+        """Open a queue as a reader; return how that fails."""
+        try:
+            QueueReader.open(handle, key, rank, 1.0).close()
+        except CommError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def read_from_outside(self, handle: bytes, key: bytes) -> list[Any] | str:
+        """Let the world group read a queue of a process outside of it; return its messages, or why it cannot."""
+        try:
+            end = self.groups.world.create_mq_broadcaster(0, ExternalWriter(handle, key))
+        except UsageError as error:
+            return str(error)
+        assert isinstance(end, QueueReader)
+        return [end.dequeue(TIMEOUT_S), end.dequeue(TIMEOUT_S)]
+
     def waiting(self, leave: Sequence[int] = ()) -> int:
         """Return how many processes wait to join."""
         return self.groups.pending_members(leave=leave)
@@ -472,6 +508,10 @@ class Crowd:
         store = self.directory / "store"
         found = [each.relative_to(store) for each in store.rglob("*") if each.is_file()]
         return sorted(str(each) for each in found)
+
+    def store(self) -> bytes:
+        """Return the store's file."""
+        return next((self.directory / "store").glob("generation-*/store")).read_bytes()
 
     def store_bytes(self) -> int:
         """Return the size of the store's file."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
+from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.rendezvous import (
     is_started_elastic,
@@ -120,6 +121,18 @@ class World:
         store = dist.PrefixStore("group_coordinator/elastic", given)
         ranks = tuple(range(self.size))
         return Line(store, self.rank, 0, ranks, ranks, self.size)
+
+    def first_use(self, what: str, timeout_s: float) -> int:
+        """Return the epoch in which `what` was first used: this one if it is new. Asks the store; not collective.
+
+        Raises:
+            UsageError: It is no world whose members may change.
+            CommTimeoutError: The store does not answer within `timeout_s`.
+            NativeError: The store is gone.
+        """
+        line = self.line()
+        key, own = f"used/{what}", str(line.epoch)
+        return int(ask_store(lambda: line.store.compare_set(key, "", own), f"first use of {what}", timeout_s))
 
     def show(self) -> None:
         """Show this process's rank in the status page, once the epoch of this world has begun."""

@@ -8,7 +8,7 @@ from typing import Final
 from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.world import Line, World
 from coordinator.elastic.protocol import Excluded, decided_without
-from shm_broadcast.errors import CommTimeoutError, NativeError
+from shm_broadcast.errors import CommTimeoutError, ExcludedError, NativeError
 
 __all__ = ["exclusion_in"]
 
@@ -16,24 +16,21 @@ __all__ = ["exclusion_in"]
 _ANSWER_S: Final = 0.5
 
 
-def exclusion_in(world: World) -> Callable[[], str] | None:
-    """Return what says that the others have gone on without this rank of `world`, or an empty text.
-
-    None if the members of the world do not change, or its store may end with a rank.
-    """
-    if not world.is_elastic:
-        return None
+def exclusion_in(world: World) -> Callable[[str], ExcludedError | None]:
+    """Return `GroupHealth.exclusion` of groups in `world`, whose members may change."""
     line = world.line()
 
-    def ask() -> str:
+    def ask(where: str) -> ExcludedError | None:
         try:
-            excluded = ask_store(lambda: _find(line), "exclusion", _ANSWER_S)
+            found = ask_store(lambda: _find(line), where, _ANSWER_S)
         except (CommTimeoutError, NativeError):
-            return ""  # the call that has failed has its own error
-        if excluded is None:
-            return ""
-        members, number = list(excluded.members), excluded.number
-        return f"the others have gone on without this rank, as members {members} of epoch {number}"
+            return None  # the call that has failed has its own error
+        if found is None:
+            return None
+        members, number = list(found.members), found.number
+        return ExcludedError(
+            f"{where}: the others have gone on without this rank, as members {members} of epoch {number}"
+        )
 
     return ask
 

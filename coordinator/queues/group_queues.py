@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -80,11 +80,27 @@ class QueueOffer(msgspec.Struct, frozen=True):
         return f"QueueOffer({len(self.handle)} bytes, failure={self.failure!r})"
 
 
+class Epochs(Protocol):
+    """A world whose members change."""
+
+    @property
+    def epoch(self) -> int:
+        """Return how often they have changed."""
+
+    def first_use(self, what: str, timeout_s: float) -> int:
+        """Return the epoch in which `what` was first used: this one if it is new. Raises `CommError`."""
+
+
 class GroupQueues:
     """The queues of one group, closed with it. Every method but `close` is collective."""
 
     def __init__(
-        self, host: HostPlane, health: GroupHealth, settings: CoordinatorSettings, address: str
+        self,
+        host: HostPlane,
+        health: GroupHealth,
+        settings: CoordinatorSettings,
+        address: str,
+        epochs: Epochs | None = None,
     ) -> None:
         """Store the arguments; no queue is created yet.
 
@@ -93,8 +109,10 @@ class GroupQueues:
             health: The group's shared state.
             settings: Sizes, deadlines, and how readers on other hosts are served.
             address: Where this rank listens for readers on other hosts; numeric, never a wildcard.
+            epochs: Says in which epoch an external writer's queue was first used; None if members do not change.
         """
         self._host = host
+        self._epochs = epochs
         self._health = health
         self._settings = settings
         self._address = address
@@ -263,7 +281,21 @@ class GroupQueues:
         missing = sorted(set(self._health.ranks) - readers)
         if missing:
             return b"", f"{where}: queue {handle.name!r} has no readers {missing}, but {sorted(readers)}"
-        return external.digest(), ""
+        stale = self._stale(external.digest())
+        return (b"", f"{where}: queue {handle.name!r} {stale}") if stale else (external.digest(), "")
+
+    def _stale(self, digest: bytes) -> str:
+        """Return why a queue is none for the ranks of this epoch; empty if it is."""
+        if self._epochs is None:
+            return ""
+        own = self._epochs.epoch
+        try:
+            first = self._epochs.first_use(f"queue/{digest.hex()}", self._settings.create_timeout_s)
+        except CommError as error:
+            return f"may be of another epoch: {error}"
+        if first == own:
+            return ""
+        return f"is of epoch {first}, and this is epoch {own}: its writer must create one for the ranks of this epoch"
 
     # ------------------------------------------------------------------ agreement
 

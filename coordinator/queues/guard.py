@@ -45,14 +45,21 @@ class GroupQueueGuard:
             return
         self._health.check_usable(call)
         self._health.check_record(Operation("queue", call, 0))
-        if self._has_own_writer:
-            self._health.check_excluded(Operation("queue", call, 0))
+        self._raise_if_excluded(call)
 
     def failed(self, call: str, error: PeerLostError) -> None:
         """Break the group, and raise if the ranks that are gone have gone on without this one."""
         if self._has_own_writer and not self._health.is_closed:
-            self._health.check_excluded(Operation("queue", call, 0))
+            self._raise_if_excluded(call)
             self._health.fail(error, call)
+
+    def _raise_if_excluded(self, call: str) -> None:
+        if (
+            self._has_own_writer
+            and (excluded := self._health.exclusion(self._health.where(call))) is not None
+        ):
+            self._health.fail(excluded, call)
+            raise excluded
 
 
 __all__ = ["GroupQueueGuard"]

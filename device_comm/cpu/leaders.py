@@ -98,7 +98,7 @@ class Leaders:
 
     def _swap_frames(self, call: Call, pairs: Mapping[int, _Pair]) -> dict[int, _Pair]:
         """Compare the call and move what is short; return what is left to be moved."""
-        header = _header_of(call)
+        header = _header_of(call, self._health.name)
         frames: dict[int, _Frames] = {}
         for host, (own, _) in pairs.items():
             frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
@@ -199,8 +199,9 @@ def _is_short(data: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return data is not None and data.numel() <= FRAME_BYTES - _HEADER_BYTES
 
 
-def _header_of(call: Call) -> torch.Tensor:
-    view = f"{call.operation.name}, {call.view}".encode()
+def _header_of(call: Call, name: str) -> torch.Tensor:
+    # The name ends with the epoch: a leader of another one is told so.
+    view = f"{call.operation.name} in {name!r}, {call.view}".encode()
     digest = hashlib.blake2b(view, digest_size=_DIGEST_BYTES).digest()
     text = view[: _HEADER_BYTES - _DIGEST_BYTES]
     return torch.frombuffer(bytearray((digest + text).ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)

@@ -134,6 +134,8 @@ def test_no_error_is_swallowed(path: Path) -> None:
 def test_python_files_and_functions_are_small(path: Path) -> None:
     """A file has at most 400 lines of code, a function at most 60; docstrings, comments and blanks do not count."""
     source = path.read_text()
+    if source.count("\n") <= MOST_FUNCTION_LINES:
+        return
     assert len(rules.python_code_lines(source)) <= MOST_FILE_LINES
     assert [each for each in rules.python_functions(source) if each[1] > MOST_FUNCTION_LINES] == []
 
@@ -141,7 +143,9 @@ def test_python_files_and_functions_are_small(path: Path) -> None:
 @of_every(TESTS_AND_HELPERS)
 def test_files_of_tests_are_small(path: Path) -> None:
     """A file of tests, or a helper of tests, has at most 400 lines of code; its functions have no limit."""
-    assert len(rules.python_code_lines(path.read_text())) <= MOST_FILE_LINES
+    source = path.read_text()
+    # Most files have fewer lines of any kind: to tell which are code would take seven seconds.
+    assert source.count("\n") <= MOST_FILE_LINES or len(rules.python_code_lines(source)) <= MOST_FILE_LINES
 
 
 @of_every(CPP)
@@ -270,7 +274,8 @@ def shown() -> set[str]:
     """Return every number that a test is marked with."""
     numbers = set()
     for path in TESTS:
-        for node in rules.nodes(path.read_text()):
+        source = path.read_text()
+        for node in rules.nodes(source) if "mark.guarantee" in source else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.guarantee":
                 numbers |= {
                     str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)
@@ -290,7 +295,8 @@ def test_every_mark_names_a_guarantee() -> None:
 
 def test_guarantees_are_numbered_once() -> None:
     """No number stands for two guarantees."""
-    assert sorted({number for number in promised() if promised().count(number) > 1}) == []
+    found = promised()
+    assert sorted({number for number in found if found.count(number) > 1}) == []
 
 
 @of_every(TESTS)

@@ -191,9 +191,8 @@ def test_the_next_kernel_may_begin_only_when_no_peer_is_awaited(
 @pytest.mark.parametrize("kernel", ["pull_one_shot", "pull_two_shot", "staged_all_gather"])
 def test_pull_releases_and_acquires_in_its_two_barriers(kernels_of_run: CompiledKernels, kernel: str) -> None:
     """A release is a MEMBAR before the store, and an acquire is a CCTL.IVALL after the load."""
-    code = kernels_of_run.machine_code("shards" if kernel == "staged_all_gather" else "pull", 8, "bfloat16")[
-        kernel
-    ]
+    family = "shards" if kernel == "staged_all_gather" else "pull"
+    code = kernels_of_run.machine_code(family, 8, "bfloat16")[kernel]
     count = Counter(code)
     assert count["MEMBAR.ALL.SYS"] >= 2
     assert count["CCTL.IVALL"] >= 2
@@ -272,12 +271,8 @@ def test_only_newer_devices_get_multimem(kernels_of_run: CompiledKernels) -> Non
     """Other families have no such instruction, and the module is refused for older devices."""
     with pytest.raises(CapabilityError, match=r"compute capability 9\.0, this GPU has 8\.9"):
         KernelVariant(89, 2, "float32", "multimem")
-    assert not [
-        name
-        for code in kernels_of_run.machine_code("pull", 2, "float32").values()
-        for name in code
-        if "LDGMC" in name
-    ]
+    listed = kernels_of_run.machine_code("pull", 2, "float32")
+    assert not [name for code in listed.values() for name in code if "LDGMC" in name]
     source = kernels.kernel_source()
     # Not even a build without families contains it for them.
     assert source.count("(defined(GC_HOST_BUILD) || __CUDA_ARCH__ >= 900)") == 1

@@ -125,6 +125,9 @@ CLAIMS: dict[str, tuple[Statement, ...]] = {
         ),
         Statement("it carries calls between GPUs", why_not=_ONE_GPU),
     ),
+    "rebuilding and planned changes on GPUs or between hosts": (
+        Statement("the ranks that are left go on after one on another GPU was lost", why_not=_ONE_GPU),
+    ),
     "NVLink, several GPUs, multimem, MIG": (
         Statement("ranks on several GPUs get the defined bits", why_not=_ONE_GPU),
     ),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from coordinator import (
+    DisagreementError,
     ExcludedError,
     ParallelGroups,
     ParallelLayout,
@@ -106,13 +107,22 @@ def _join(
     place = fake_groups(ParallelLayout(tensor=options.tensor), launched.replaces % options.tensor)
     stage_worker = _load(options, wire, ModelGroups(place.tp, place.tp, place.pp))
     say(told="joining")
-    groups = join_distributed_environment(
-        _rendezvous(launched), replaces=launched.replaces, timeout_s=JOIN_TIMEOUT_S
-    )
+    groups = _become_member(launched, say)
     stage_worker.use(groups_of_replica(groups))
     server = ReplicaServer(groups, stage_worker, wire, say, options)
     server.say_place("joined")
     return server
+
+
+def _become_member(launched: LaunchedWorker, say: Callable[..., None]) -> ParallelGroups:
+    """Join, as often as it takes: a change is given up if a member ends meanwhile."""
+    while True:
+        try:
+            return join_distributed_environment(
+                _rendezvous(launched), replaces=launched.replaces, timeout_s=JOIN_TIMEOUT_S
+            )
+        except DisagreementError as error:
+            say(told="given up", error=str(error))
 
 
 def _loss_teller(say: Callable[..., None]) -> Callable[[float], None]:

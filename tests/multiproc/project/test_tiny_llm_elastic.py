@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 
 from coordinator import PeerLostError
+from coordinator.elastic.driver import Driver
+from coordinator.elastic.protocol import Build, Operation
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
 from examples.tiny_llm.checkpoint import Checkpoint
 from examples.tiny_llm.config import ModelConfig
-from examples.tiny_llm.elastic import serving
+from examples.tiny_llm.elastic import serving, worker
 from examples.tiny_llm.elastic.model import make_model
-from examples.tiny_llm.elastic.options import ElasticOptions
+from examples.tiny_llm.elastic.options import ElasticOptions, LaunchedWorker
 from examples.tiny_llm.elastic.wire import Wire
 from examples.tiny_llm.group import ModelGroups
 from examples.tiny_llm.model import LlamaStage, load_weights
@@ -161,29 +163,69 @@ STEP = 12
 """The step of the model in which a rank is disturbed."""
 
 
+class FrontEnd:
+    """The other end of a server's wire: asks three prompts, and tells the server to end when it is told so."""
+
+    def __init__(self, model: str, groups: ParallelGroups, tensor: int) -> None:
+        """Let the process answer the prompts by itself first."""
+        self.options = ElasticOptions(model=Path(model), tensor=tensor, prompts=3, max_tokens=20, slots=2)
+        self.made = make_model(self.options, Path(model), ModelGroups(groups.pp, groups.pp, groups.pp))
+        self.front, self.back = (Wire(end) for end in socketpair())
+        self.told: list[dict[str, Any]] = []
+        self.answers: dict[int, list[int]] = {number: [] for number in range(self.options.prompts)}
+        self.unfinished = set(self.answers)
+
+    def say(self, **message: Any) -> None:
+        """Hear what the server says."""
+        self.told.append(message)
+        for number, token in message.get("tokens", ()):
+            self.answers[number].append(token)
+        self.unfinished.difference_update(message.get("finished", ()))
+
+    def ask(self) -> None:
+        """Send the prompts."""
+        for number, (_, prompt, _) in enumerate(self.made["prompts"]):
+            self.front.send({"do": "serve", "number": number, "prompt": prompt})
+
+    def make_server(self, groups: ParallelGroups) -> serving.ReplicaServer:
+        """Return a server with its part of the model."""
+        assert self.options.model is not None
+        replica, config = serving.groups_of_replica(groups), ModelConfig.from_directory(self.options.model)
+        stage = LlamaStage(config, replica, self.made["max_length"])
+        with Checkpoint(self.options.model) as checkpoint:
+            load_weights(stage, checkpoint)
+        stage_worker = StageWorker(stage, self.options.slots, Sampler())
+        return serving.ReplicaServer(groups, stage_worker, self.back, self.say, self.options)
+
+    def close(self, server: serving.ReplicaServer) -> None:
+        """Leave the groups, and close both ends."""
+        server.groups.destroy()
+        destroy_distributed_environment()
+        self.front.close()
+        self.back.close()
+
+    def heard(self, told: str) -> list[dict[str, Any]]:
+        """Return the messages of this kind."""
+        return [message for message in self.told if message["told"] == told]
+
+    @property
+    def are_right(self) -> bool:
+        """Whether all answers are those of this process alone."""
+        return [self.answers[number] for number in self.answers] == [each[2] for each in self.made["prompts"]]
+
+
+def elastic_groups(rank: int, layout: ParallelLayout, directory: Path) -> ParallelGroups:
+    init_distributed_environment(
+        layout.world_size, rank, f"file://{directory}/rendezvous", backend="gloo", elastic=True
+    )
+    return ParallelGroups.create(layout, extra_groups=["replica"])
+
+
 def is_disturbed(
     rank: int, world_size: int, directory: Path, model: str, victim: int, is_late: bool
 ) -> dict[str, Any]:
-    init_distributed_environment(world_size, rank, f"file://{directory}/store", backend="gloo", elastic=True)
-    groups = ParallelGroups.create(ParallelLayout(tensor=world_size), extra_groups=["replica"])
-    options = ElasticOptions(model=Path(model), tensor=world_size, prompts=3, max_tokens=20, slots=2)
-    made = make_model(options, Path(model), ModelGroups(groups.pp, groups.pp, groups.pp))
-    replica = serving.groups_of_replica(groups)
-    stage = LlamaStage(ModelConfig.from_directory(Path(model)), replica, made["max_length"])
-    with Checkpoint(Path(model)) as checkpoint:
-        load_weights(stage, checkpoint)
-    front, back = (Wire(end) for end in socketpair())
-    answers: dict[int, list[int]] = {number: [] for number in range(options.prompts)}
-    told, unfinished = [], set(answers)
-
-    def say(**message: Any) -> None:
-        told.append(message)
-        for number, token in message.get("tokens", ()):
-            answers[number].append(token)
-        unfinished.difference_update(message.get("finished", ()))
-        if not unfinished:
-            front.send({"do": "end"})
-
+    groups = elastic_groups(rank, ParallelLayout(tensor=world_size), directory)
+    front_end = FrontEnd(model, groups, world_size)
     run_step, steps = serving.run_step, itertools.count()
 
     def run_step_or_fail(*arguments: Any) -> Any:
@@ -193,20 +235,22 @@ def is_disturbed(
             raise PeerLostError("planted")
         return tokens
 
+    def say(**message: Any) -> None:
+        front_end.say(**message)
+        if not front_end.unfinished:
+            front_end.front.send({"do": "end"})
+
     if rank == 0:
-        for number, (_, prompt, _) in enumerate(made["prompts"]):
-            front.send({"do": "serve", "number": number, "prompt": prompt})
-    server = serving.ReplicaServer(groups, StageWorker(stage, options.slots, Sampler()), back, say, options)
+        front_end.ask()
+    server = front_end.make_server(groups)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving, "run_step", run_step_or_fail)
+        patch.setattr(server, "_say", say)
         server.serve()
-    server.groups.destroy()
-    destroy_distributed_environment()
-    front.close()
-    back.close()
-    (rebuilt,) = [message for message in told if message["told"] == "serving"]
-    are_right = [answers[number] for number in answers] == [answer for _, _, answer in made["prompts"]]
-    return {"is_kept": rebuilt["is_kept"], "epoch": rebuilt["epoch"], "are_right": are_right or rank > 0}
+    front_end.close(server)
+    (rebuilt,) = front_end.heard("serving")
+    are_right = rank > 0 or front_end.are_right
+    return {"is_kept": rebuilt["is_kept"], "epoch": rebuilt["epoch"], "are_right": are_right}
 
 
 @pytest.mark.parametrize(
@@ -224,3 +268,58 @@ def test_ranks_that_end_in_different_steps_compute_their_tokens_again(
     model = random_checkpoint(tmp_path / "model", CONFIG)
     for found in run_ranks(is_disturbed, 2, str(model), victim, is_late):
         assert found == {"is_kept": False, "epoch": 1, "are_right": True}
+
+
+NEWCOMER = 2
+"""The rank of the harness that joins the two others."""
+
+
+def dies_in_a_change(rank: int, world_size: int, directory: Path, model: str, victim: int) -> dict[str, Any]:
+    do, told_by_newcomer = Driver._do, []
+
+    def do_or_die(driver: Driver, wants: Operation) -> Any:
+        if rank == victim and isinstance(wants, Build):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return do(driver, wants)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Driver, "_do", do_or_die)
+        if rank < NEWCOMER:
+            groups = elastic_groups(rank, ParallelLayout(data=NEWCOMER), directory)
+            (directory / "serving").touch()
+        else:
+            wait_until((directory / "serving").exists, "the others", DEADLINE_S)
+            launched = LaunchedWorker(rank, directory, os.getpid())
+            groups = worker._become_member(launched, lambda **said: told_by_newcomer.append(said["told"]))
+        front_end = FrontEnd(model, groups, 1)
+        server = front_end.make_server(groups)
+
+        def say(**message: Any) -> None:
+            front_end.say(**message)
+            if rank == 0 and (message["told"] == "given up" or message.get("how") == "grown"):
+                front_end.ask()  # the newcomer is in, or it is gone
+            if not front_end.unfinished:
+                front_end.front.send({"do": "end"})
+
+        patch.setattr(server, "_say", say)
+        server.serve()
+        front_end.close(server)
+    told = [message.get("how", message["told"]) for message in front_end.told if message["told"] != "tokens"]
+    return {"told": [*told_by_newcomer, *told], "are_right": front_end.are_right or rank > 0}
+
+
+@pytest.mark.thorough
+def test_a_worker_that_dies_while_it_joins_changes_nothing(tmp_path: Path) -> None:
+    """The replicas give the change up, and serve on in their groups."""
+    model = random_checkpoint(tmp_path / "model", CONFIG)
+    found = run_ranks(dies_in_a_change, 3, str(model), NEWCOMER, expect_dead=[NEWCOMER])
+    assert found[:2] == [{"told": ["given up"], "are_right": True}] * 2
+
+
+@pytest.mark.thorough
+def test_a_worker_that_dies_while_another_joins_is_lost_first(tmp_path: Path) -> None:
+    """The change is given up, the groups are rebuilt, and then the newcomer is taken in, which has joined anew."""
+    model = random_checkpoint(tmp_path / "model", CONFIG)
+    first, _, newcomer = run_ranks(dies_in_a_change, 3, str(model), 1, expect_dead=[1])
+    assert first == {"told": ["failure", "rebuilt", "grown"], "are_right": True}
+    assert newcomer == {"told": ["given up"], "are_right": True}

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.cuda.communicator import CudaCommunicator
@@ -20,19 +21,29 @@ __all__ = ["STEPS", "NotingLibrary", "OrderedDriver", "over", "over_cuda", "over
 
 
 class NotingLibrary(NcclLibrary):
-    """The stub, with the ids by which this process has joined communicators.
+    """The stub, with the ids by which this process has joined communicators, and how these have ended.
 
     Attributes:
         ids: One for each communicator, in order.
+        ends: The functions that have ended communicators, and their ids, in order.
     """
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.ids: list[bytes] = []
+        self.ends: list[tuple[str, str]] = []
+        self._id_of: dict[int, str] = {}
 
     def init_rank(self, world_size: int, unique_id: bytes, rank: int, config: object) -> tuple[int, int]:
         self.ids.append(unique_id)
-        return super().init_rank(world_size, unique_id, rank, config)  # type: ignore[arg-type]
+        comm, status = super().init_rank(world_size, unique_id, rank, config)  # type: ignore[arg-type]
+        self._id_of[comm] = unique_id.hex()
+        return comm, status
+
+    def call(self, name: str, *arguments: Any, comm: int = 0) -> int:
+        if name in ("ncclCommFinalize", "ncclCommDestroy", "ncclCommAbort"):
+            self.ends.append((name, self._id_of[arguments[0]]))
+        return super().call(name, *arguments, comm=comm)
 
 
 @contextmanager

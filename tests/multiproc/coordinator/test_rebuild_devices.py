@@ -14,10 +14,12 @@ from coordinator.elastic.ending import Meeting
 from coordinator.elastic.part import Part
 from coordinator.errors import CommTimeoutError, ExcludedError, GroupBrokenError, PeerLostError
 from coordinator.groups import ParallelGroups
+from coordinator.parallel_state import destroy_distributed_environment
 from device_comm.nccl.connection import NcclConnection
 from tests.device_groups import over_cuda, over_nccl, stub_faults
 from tests.fake_cuda import FakeFaults, violations
 from tests.harness import run_ranks
+from tests.log_records import records_of
 from tests.multiproc.coordinator.test_rebuild import elastic_groups, end, failing, use
 from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import stub_of
@@ -162,6 +164,60 @@ def test_a_communicator_with_a_stopped_rank_is_not_finalized_either(stub: str, t
     assert found[:2] == [{"finalized": 0, "faults": ""}] * 2
 
 
+def changes_as_planned(rank: int, world_size: int, directory: Path, stub: str) -> dict[str, Any]:
+    with over_nccl(stub) as library:
+        groups = elastic_groups(rank, world_size, directory)
+        connect_all(groups)
+        plan = groups.prepare(leave=[1], timeout_s=TIMEOUT_S)
+        connect_all(groups)
+        library.ends.clear()
+        after = plan.commit()
+        found = {"ends": list(library.ends), "aborts": stub_of(library).stub_calls(0)}
+        if after is None:
+            destroy_distributed_environment()
+        else:
+            connect_all(after)
+            end(after)
+        return {**found, "faults": stub_faults(stub)}
+
+
+@pytest.mark.guarantee("D87")
+def test_a_planned_change_finalizes_communicators_in_one_order(stub: str) -> None:
+    """All ranks are alive: nothing is aborted, and each communicator is finalized and freed in the same turn on all."""
+    found = run_ranks(changes_as_planned, 3, stub)
+    for each in found:
+        assert (each["aborts"], each["faults"]) == (0, "")
+        functions, ids = [name for name, _ in each["ends"]], [which for _, which in each["ends"]]
+        assert functions == ["ncclCommFinalize", "ncclCommDestroy"] * GROUPS_OF_THREE
+        assert ids[::2] == ids[1::2] == [which for _, which in found[0]["ends"]][::2]
+
+
+def cannot_abort(rank: int, world_size: int, directory: Path, stub: str) -> list[Any]:
+    with over_nccl(stub) as library:
+        groups = elastic_groups(rank, world_size, directory)
+        connect_all(groups)
+        meet(rank, range(world_size), directory, "ready")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            stub_of(library).stub_fail(b"ncclCommAbort", 1, 2)
+        with records_of("device_comm.nccl.connection") as records:
+            assert failing(groups) in LOST
+            groups = groups.rebuild(timeout_s=TIMEOUT_S)
+        told = [each.getMessage() for each in records if "ncclCommAbort" in each.getMessage()]
+        sums = use(groups)
+        end(groups)
+        return [len(told), sums, stub_faults(stub)]
+
+
+@pytest.mark.guarantee("D87")
+def test_an_abort_that_fails_is_logged_and_keeps_nobody_from_going_on(stub: str) -> None:
+    """The device says whether anything still runs; here nothing does."""
+    found = run_ranks(cannot_abort, 3, stub, expect_dead=[1])
+    assert found[0] == [2, [1.0, 0.0, 1.0], ""]
+    assert found[2] == [0, [1.0, 1.0, 1.0], ""]
+
+
 # --- workspaces ----------------------------------------------------------------------------------------------
 
 
@@ -242,6 +298,33 @@ def test_workspaces_that_are_freed_without_a_meeting_are_noticed(stub: str) -> N
     """The seeded mistake: rank 0 frees what rank 2 has still open, which is undefined with CUDA IPC."""
     found = run_ranks(loses_a_rank_with_workspaces, 3, stub, True, expect_dead=[1])
     assert any("rank 0" in each and "open" in each for each in found[2]["violations"])
+
+
+def dies_at_rest(rank: int, world_size: int, directory: Path, stub: str) -> list[Any]:
+    with over_cuda(rank, directory, stub, FakeFaults(vmm=False)) as (driver, _):
+        groups = elastic_groups(rank, world_size, directory)
+        prepare_all(groups)
+        meet(rank, range(world_size), directory, "ready")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert failing(groups) in LOST
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 2:
+                patch.setattr(Meeting, "come", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            groups = groups.rebuild(timeout_s=TIMEOUT_S)
+        assert groups.change is not None
+        found = [groups.change.epoch, list(groups.change.lost), driver.leaks(), violations(driver.directory)]
+        prepare_all(groups)
+        end(groups)
+        return [*found, stub_faults(stub)]
+
+
+@pytest.mark.guarantee("D89")
+@pytest.mark.guarantee("E5")
+def test_a_rank_that_dies_between_rest_and_the_meeting_is_left_out(stub: str) -> None:
+    """The others meet again in the next attempt, and free what both lost ranks had open."""
+    found = run_ranks(dies_at_rest, 4, stub, expect_dead=[1, 2])
+    assert found[0] == found[3] == [2, [1, 2], [], [], ""]
 
 
 def has_a_bad_device(rank: int, world_size: int, directory: Path, stub: str, when: str) -> list[Any]:

@@ -494,6 +494,7 @@ EXPORT int ncclCommDestroy(Comm *comm) {
 }
 /* It frees nothing, because a thread may still be in a call. A rank that finalizes does not wait for one that aborts. */
 EXPORT int ncclCommAbort(Comm *comm) {
+  MAY_FAIL;
   calls[0]++;
   if (comm->window) calls[10]++;
   comm->aborting = 1;

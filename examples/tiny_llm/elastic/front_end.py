@@ -72,7 +72,6 @@ def run_front_end(options: ElasticOptions, arguments: Sequence[str]) -> int:
                     f"not finished within {options.deadline_s:g} s (--deadline), but {front_end.phase}"
                 )
             front_end.advance()
-    assert front_end.requests is not None
     return 0 if account.close(front_end.requests, front_end.newcomers) else 1
 
 
@@ -81,7 +80,7 @@ class FrontEnd:
 
     Attributes:
         phase: How far the run is.
-        requests: All requests; None until there is a model.
+        requests: All requests; none until there is a model.
         newcomers: Numbers of the workers that were started behind the kill.
     """
 
@@ -94,7 +93,7 @@ class FrontEnd:
             account: Gets what happens.
         """
         self.phase: Phase = "starting"
-        self.requests: Requests | None = None
+        self.requests = Requests(options.slots + 1)
         self.newcomers: list[int] = []
         self._options = options
         self._workers = workers
@@ -124,7 +123,7 @@ class FrontEnd:
         for worker, status in self._workers.ended():
             self._note_end(worker, status)
         self._do_next()
-        if self.requests is not None and self.phase not in ("starting", "ending", "over"):
+        if self.phase not in ("starting", "ending", "over"):
             heads = [each.number for each in self._workers.all if each.is_head and each is not self._leaver]
             for answer in self.requests.hand_out(heads, more=self.phase != "draining"):
                 head = self._workers.all[answer.by]
@@ -150,8 +149,8 @@ class FrontEnd:
             raise RunError(f"worker {worker.number} has failed: {message['trace']}")
 
     def _take_model(self, message: Mapping[str, Any]) -> None:
-        prompts = [Prompt(text, tuple(tokens), tuple(answer)) for text, tokens, answer in message["prompts"]]
-        self.requests = Requests(prompts, self._options.slots + 1)
+        prompts = self.requests.prompts
+        prompts += [Prompt(text, tuple(tokens), tuple(answer)) for text, tokens, answer in message["prompts"]]
         self._model = {"directory": message["directory"], "max_length": message["max_length"]}
         trained = "the model is trained" if self._options.model is None else "the model is there"
         self._account.tell(
@@ -161,7 +160,6 @@ class FrontEnd:
             worker.tell(do="load", **self._model)
 
     def _take_tokens(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        assert self.requests is not None
         tokens = dict(message["tokens"])
         self.requests.take(worker.number, tokens, message["finished"])
         self._tokens[worker.number] = self._tokens.get(worker.number, 0) + len(tokens)
@@ -229,7 +227,7 @@ class FrontEnd:
     def _leave(self, worker: Worker) -> None:
         """Take a worker out, and the requests of its replica back if it had them."""
         was_head, worker.rank = worker.is_head, None
-        if was_head and self.requests is not None and (lost := self.requests.lose(worker.number)):
+        if was_head and (lost := self.requests.lose(worker.number)):
             self._account.tell(f"{len(lost)} requests of worker {worker.number} are asked again")
 
     # ------------------------------------------------------------------ what is next
@@ -266,7 +264,6 @@ class FrontEnd:
 
     def _kill_in_the_middle(self) -> None:
         """Kill the victim if its replica is in the middle of answers."""
-        assert self.requests is not None
         victim = self._workers.all[self._options.victim]
         head = victim.number - victim.shard
         begun = [len(answer.tokens) for answer in self.requests.of(head) if answer.tokens]
@@ -292,7 +289,6 @@ class FrontEnd:
         self._account.tell(f"start of {_workers(self.newcomers)} in place of the lost replica")
 
     def _answers_of_newcomers(self) -> int:
-        assert self.requests is not None
         return self.requests.finished_by(self.newcomers[0])
 
     def _let_old_replica_leave(self) -> None:
@@ -308,14 +304,12 @@ class FrontEnd:
 
     def _part_when_idle(self) -> None:
         """Let the old replica leave once it has answered all that it had."""
-        assert self.requests is not None
         assert self._leaver is not None
         if not self._is_told_to_leave and not self.requests.of(self._leaver.number):
             self._is_told_to_leave = True
             self._leaver.tell(do="leave")
 
     def _close_when_idle(self) -> None:
-        assert self.requests is not None
         if not self.requests.unfinished:
             self._account.tell("all requests are answered; the workers end")
             self.phase = "ending"

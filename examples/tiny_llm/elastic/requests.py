@@ -53,18 +53,18 @@ class Requests:
     A request lives here, outside of the replicas, until its answer is complete: none is lost with a replica.
 
     Attributes:
+        prompts: What is asked, once there is a model.
         answers: All requests by number.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], at_a_time: int) -> None:
+    def __init__(self, at_a_time: int) -> None:
         """Ask nothing yet.
 
         Args:
-            prompts: The prompts.
             at_a_time: Unfinished requests of a replica.
         """
+        self.prompts: list[Prompt] = []
         self.answers: dict[int, Answer] = {}
-        self._prompts = prompts
         self._at_a_time = at_a_time
         self._orphans: list[int] = []
 
@@ -88,7 +88,7 @@ class Requests:
                 answer.by = head
             else:
                 number = len(self.answers)
-                answer = Answer(number, self._prompts[number % len(self._prompts)], head)
+                answer = Answer(number, self.prompts[number % len(self.prompts)], head)
                 self.answers[number] = answer
             given.append(answer)
         return given

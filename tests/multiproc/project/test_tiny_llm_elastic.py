@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,17 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, until: str, number: int) -
         assert all(map(has_ended, workers))
     assert not leftovers()
     assert (tmp_path / "errors").read_text() == ""
+
+
+@pytest.mark.thorough
+def test_the_workers_end_with_the_front_end(tmp_path: Path) -> None:
+    """Killing it leaves no worker behind."""
+    with running(tmp_path, "first good step") as (demo, workers):
+        demo.kill()
+        demo.wait()
+        wait_until(lambda: all(map(has_ended, workers)), f"the end of workers {workers}", DEADLINE_S)
+    for path in leftovers():  # no process was left to remove them
+        shutil.rmtree(path)
 
 
 @pytest.mark.thorough

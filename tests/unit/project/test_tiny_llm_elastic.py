@@ -20,9 +20,16 @@ REPOSITORY = Path(__file__).parents[3]
 PROMPTS = [Prompt("a", (1,), (5, 6)), Prompt("b", (2,), (7,)), Prompt("c", (3,), (8, 9))]
 
 
+def asking(prompts: list[Prompt], at_a_time: int) -> Requests:
+    """Return requests that ask these prompts."""
+    requests = Requests(at_a_time)
+    requests.prompts += prompts
+    return requests
+
+
 def test_requests_go_to_the_replica_that_has_the_fewest() -> None:
     """Each gets as many as it may have, the prompts are asked in turn, and again from the first."""
-    requests = Requests(PROMPTS, at_a_time=2)
+    requests = asking(PROMPTS, at_a_time=2)
     assert [(each.number, each.by) for each in requests.hand_out([0, 2], more=True)] == [
         (0, 0),
         (1, 2),
@@ -38,7 +45,7 @@ def test_requests_go_to_the_replica_that_has_the_fewest() -> None:
 
 def test_the_requests_of_a_lost_replica_are_asked_again_from_their_beginning() -> None:
     """They come before others, lose the tokens that had come, and keep their number; finished answers stay."""
-    requests = Requests(PROMPTS, at_a_time=3)
+    requests = asking(PROMPTS, at_a_time=3)
     requests.hand_out([0, 2], more=True)
     requests.take(2, {1: 7, 3: 5}, [1])
     assert [each.number for each in requests.lose(2)] == [3, 5]
@@ -65,7 +72,7 @@ def test_one_wrong_answer_is_a_failure_that_says_where(
     capsys: pytest.CaptureFixture[str], tokens: dict[int, int], finished: list[int], text: str
 ) -> None:
     """Answers that are cut off, too short or different are all wrong."""
-    requests = Requests(PROMPTS[:1], at_a_time=1)
+    requests = asking(PROMPTS[:1], at_a_time=1)
     requests.hand_out([0], more=True)
     requests.take(0, tokens, finished)
     assert not Account(is_quiet=False).close(requests, [])
@@ -76,7 +83,7 @@ def test_one_wrong_answer_is_a_failure_that_says_where(
 
 def test_right_answers_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """The last line says so; the figures name who has given them."""
-    requests = Requests(PROMPTS[:1], at_a_time=1)
+    requests = asking(PROMPTS[:1], at_a_time=1)
     requests.hand_out([3], more=True)
     requests.take(3, {0: 5}, [])
     requests.take(3, {0: 6}, [0])

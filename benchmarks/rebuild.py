@@ -1,7 +1,10 @@
-"""Measure how long a group is out of work when a rank is killed: from the kill to the first good collective.
+"""Measure how long groups are out of work when their members change: after a kill, and as planned.
 
-In each cycle four new ranks add up numbers in a loop; one of them, chosen at random, is killed at a random time, and
-the others create their groups again. The cycle counts with the last of them to come to its first good sum.
+Ranks add up numbers in a loop. In each cycle one of them, chosen at random, is killed at a random time, and the others
+create their groups again: the time from the kill to the first good sum of the last of them. Then a new process takes
+the place of the lost one, by a planned change: the time for which its commit blocks the ranks that serve, from the last
+sum of the old groups to the first one of the new groups, and the time from the kill until all ranks work again. This
+one holds the start of the new process, without its imports.
 
     python -m benchmarks rebuild [--cycles 40] [--ranks 4] [--seed N] [--json FILE]
 """
@@ -18,78 +21,198 @@ import time
 from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from benchmarks.launching import die_with_parent
 from benchmarks.results import BenchmarkError, write_figures
+from coordinator.elastic.joining import join_distributed_environment
 from coordinator.errors import CommTimeoutError, PeerLostError
 from coordinator.groups import ParallelGroups
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
 
-# How long the ranks of a cycle may take to start, and to go on.
+# How long ranks may take to start, and to go on.
 LIMIT_S = 60.0
 MOST_PAUSE_S = 0.05
+# How often rank 0 looks whether a process waits to join.
+LOOK_S = 0.005
+# What rank 0 adds to the sum: nothing, or what all ranks are to do.
+GO_ON, CHANGE, END = 0.0, 1.0, 2.0
+
+Times: TypeAlias = tuple[float, float]
 
 
-def run_rank(rank: int, ranks: int, method: str, told: Connection) -> None:
-    """Add up until a rank is gone and the others have gone on; tell when that was."""
+class Cycle(NamedTuple):
+    """Seconds.
+
+    Attributes:
+        error: From the kill to the error of the last rank.
+        rebuilt: From the kill to the first good sum of the last rank that is left.
+        blocked: The most that the commit of the replacement has blocked a rank that served.
+        replaced: From the kill to the first good sum of the last rank, with the new process.
+    """
+
+    error: float
+    rebuilt: float
+    blocked: float
+    replaced: float
+
+
+NAMES = ("the last rank's error", "its first good sum", "blocked by the commit", "all ranks again")
+"""What the figures of a `Cycle` are called."""
+
+
+# --- a rank -------------------------------------------------------------------------------------------------------
+
+
+def serve(rank: int, ranks: int, method: str, told: Connection, *, joins: bool) -> None:
+    """Add up, and change members when a rank is lost or the parent wants it; tell the times of both."""
     die_with_parent()
     torch.set_num_threads(1)
-    init_distributed_environment(ranks, rank, method, backend="gloo", elastic=True)
-    groups = ParallelGroups.from_sizes()
-    tensor = torch.ones(256)
-    groups.dp.all_reduce(tensor)
-    told.send("ready")
-    try:
-        while True:
-            groups.dp.all_reduce(tensor)
-    except (PeerLostError, CommTimeoutError):
-        failed_at = time.monotonic()
-        groups = groups.rebuild()
-    if groups.dp.all_reduce(tensor)[0].item() != ranks - 1:
-        raise BenchmarkError(f"rank {rank} has a wrong sum behind the rebuild")
-    told.send((failed_at, time.monotonic()))
-    groups.destroy()
-    destroy_distributed_environment()
-
-
-def cycle(ranks: int, chance: random.Random) -> tuple[float, float]:
-    """Return (seconds from the kill to the last rank's error, seconds to its first good sum)."""
-    context = get_context("fork")
-    victim = chance.randrange(ranks)
-    with tempfile.TemporaryDirectory(prefix="group-coordinator-bench-") as folder:
-        ends = [context.Pipe(duplex=False) for _ in range(ranks)]
-        processes = [
-            context.Process(target=run_rank, args=(rank, ranks, f"file://{folder}/world", write), daemon=True)
-            for rank, (_, write) in enumerate(ends)
-        ]
-        for process in processes:
-            process.start()
-        for _, write in ends:
-            write.close()
+    if joins:
+        groups = join_distributed_environment(method, replaces=rank, timeout_s=LIMIT_S)
+    else:
+        init_distributed_environment(ranks, rank, method, backend="gloo", elastic=True)
+        groups = ParallelGroups.from_sizes()
+    add_up(groups, GO_ON)
+    told.send((time.monotonic(), time.monotonic()))
+    is_asked, look_at = GO_ON, 0.0
+    while True:
+        if groups.world.rank == 0 and is_asked == GO_ON and told.poll():
+            is_asked = told.recv()
+        wants = is_asked
+        if is_asked == CHANGE and time.monotonic() >= look_at:
+            look_at = time.monotonic() + LOOK_S
+            wants = CHANGE if groups.pending_members() else GO_ON
+        elif is_asked == CHANGE:
+            wants = GO_ON
         try:
-            for read, _ in ends:
-                answer_of(read)
-            time.sleep(chance.uniform(0.0, MOST_PAUSE_S))
-            killed_at = time.monotonic()
-            os.kill(processes[victim].pid or 0, signal.SIGKILL)
-            times = [answer_of(read) for rank, (read, _) in enumerate(ends) if rank != victim]
+            wanted = add_up(groups, wants)
+        except (PeerLostError, CommTimeoutError):
+            failed_at = time.monotonic()
+            groups = groups.rebuild()
+            add_up(groups, GO_ON)
+            told.send((failed_at, time.monotonic()))
+            continue
+        if wanted == CHANGE:
+            groups, times = replace(groups)
+            told.send(times)
+            is_asked = GO_ON
+        elif wanted == END:
+            break
+    groups.destroy()
+    if not joins:
+        destroy_distributed_environment()
+
+
+def add_up(groups: ParallelGroups, wants: float) -> float:
+    """Add up ones, and what the ranks want; return that."""
+    tensor = torch.ones(256)
+    tensor[0] = wants
+    found = groups.dp.all_reduce(tensor)
+    if found[1].item() != groups.dp.world_size:
+        raise BenchmarkError(f"rank {groups.world.rank} has a wrong sum")
+    return found[0].item()
+
+
+def replace(groups: ParallelGroups) -> tuple[ParallelGroups, Times]:
+    """Take the process in that waits; return the groups, and when the last good sums were before and behind it."""
+    plan = groups.prepare(join=1)
+    # Ranks end the preparation one after the other; this is no part of what the commit costs.
+    add_up(groups, GO_ON)
+    start = time.monotonic()
+    committed = plan.commit()
+    if committed is None:
+        raise BenchmarkError("a rank that stays was told to leave")
+    add_up(committed, GO_ON)
+    return committed, (start, time.monotonic())
+
+
+# --- the parent ---------------------------------------------------------------------------------------------------
+
+
+class Members:
+    """The ranks, in their order, and the ends of their pipes."""
+
+    def __init__(self, ranks: int, method: str) -> None:
+        """Start nothing yet."""
+        self._ranks = ranks
+        self._method = method
+        self._processes: list[ForkProcess] = []
+        self._pipes: list[Connection] = []
+
+    def start(self, rank: int, *, joins: bool) -> None:
+        """Start the process of a rank."""
+        context = get_context("fork")
+        own, theirs = context.Pipe()
+        process = context.Process(
+            target=serve, args=(rank, self._ranks, self._method, theirs), kwargs={"joins": joins}, daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._processes.insert(rank, process)
+        self._pipes.insert(rank, own)
+
+    def told(self) -> list[Times]:
+        """Return what each rank tells next."""
+        found: list[Times] = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(LIMIT_S):
+                raise BenchmarkError(f"rank {rank} said nothing for {LIMIT_S:.0f} s")
+            found.append(pipe.recv())
+        return found
+
+    def ask(self, wants: float) -> None:
+        """Let rank 0 ask all ranks for something."""
+        self._pipes[0].send(wants)
+
+    def kill(self, rank: int) -> float:
+        """Kill a rank; return when."""
+        killed_at = time.monotonic()
+        os.kill(self._processes[rank].pid or 0, signal.SIGKILL)
+        self._processes.pop(rank).join()
+        self._pipes.pop(rank).close()
+        return killed_at
+
+    def end(self) -> None:
+        """Kill those that still run."""
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def cycle(members: Members, victim: int) -> Cycle:
+    """Kill a rank, and replace it."""
+    killed_at = members.kill(victim)
+    failed, good = (max(each) for each in zip(*members.told(), strict=True))
+    members.ask(CHANGE)  # the first of those that are left: the new process may come before it
+    members.start(victim, joins=True)
+    times = members.told()
+    blocked = max(end - start for start, end in times)
+    replaced = max(end for _, end in times)
+    return Cycle(failed - killed_at, good - killed_at, blocked, replaced - killed_at)
+
+
+def measure(ranks: int, cycles: int, chance: random.Random) -> list[Cycle]:
+    """Return the times of all cycles of one run."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="group-coordinator-bench-") as folder:
+        members = Members(ranks, f"file://{folder}/world")
+        try:
+            for rank in range(ranks):
+                members.start(rank, joins=False)
+            members.told()
+            for _ in range(cycles):
+                time.sleep(chance.uniform(0.0, MOST_PAUSE_S))
+                found.append(cycle(members, chance.randrange(ranks)))
+            members.ask(END)
         finally:
-            for process in processes:
-                process.join(LIMIT_S)
-                process.kill()
-    failed, good = (max(each) for each in zip(*times, strict=True))
-    return failed - killed_at, good - killed_at
-
-
-def answer_of(read: Connection) -> tuple[float, float]:
-    """Return what a rank tells."""
-    if not read.poll(LIMIT_S):
-        raise BenchmarkError(f"a rank said nothing for {LIMIT_S:.0f} s")
-    told: tuple[float, float] = read.recv()
-    return told
+            members.end()
+    return found
 
 
 def at_quantile(values: Sequence[float], part: float) -> float:
@@ -104,13 +227,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    chance = random.Random(options.seed)
-    found = [cycle(options.ranks, chance) for _ in range(options.cycles)]
+    found = measure(options.ranks, options.cycles, random.Random(options.seed))
     figures = {}
-    print(f"{options.ranks} ranks, one of them killed, {options.cycles} cycles; ms from the kill")
-    for name, times in zip(
-        ("the last rank's error", "its first good sum"), zip(*found, strict=True), strict=True
-    ):
+    print(f"{options.ranks} ranks, one of them killed and replaced, {options.cycles} cycles; ms")
+    for name, times in zip(NAMES, zip(*found, strict=True), strict=True):
         median, p99, most = statistics.median(times), at_quantile(times, 0.99), max(times)
         figures[name] = {"median_s": median, "p99_s": p99, "most_s": most}
         print(f"{name:25} median {median * 1e3:7.1f}   p99 {p99 * 1e3:7.1f}   most {most * 1e3:7.1f}")

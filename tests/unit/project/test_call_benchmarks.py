@@ -81,12 +81,13 @@ def test_the_cost_of_showing_calls_is_measured_in_turn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_time_of_a_rebuild_is_measured(tmp_path: Path) -> None:
-    """The ranks that are left have noticed the kill before they go on."""
+    """The ranks that are left notice the kill before they go on, and that before a new process has joined."""
     file = tmp_path / "rebuild.json"
     printed_by("rebuild", "--cycles", "2", "--ranks", "3", "--json", str(file))
     times = json.loads(file.read_text())["times"]
     noticed, good = times["the last rank's error"], times["its first good sum"]
-    assert 0 < noticed["median_s"] < good["median_s"]
+    assert 0 < noticed["median_s"] < good["median_s"] < times["all ranks again"]["median_s"]
+    assert 0 < times["blocked by the commit"]["median_s"] < times["all ranks again"]["median_s"]
     assert good["median_s"] <= good["p99_s"] <= good["most_s"]
 
 

@@ -44,9 +44,10 @@ class RecordedWaits:
 
     def begin(self, messages: int) -> None:
         """Forget the wait that was written down, once the end has passed more messages."""
-        if self._messages not in (-1, messages) and self._page.dumps is not None:
+        dumps = self._page.dumps
+        if self._messages not in (-1, messages) and dumps is not None and not self._page.is_inherited:
             self._messages, self._next_s = -1, 0.0
-            self._page.dumps.forget_wait()
+            dumps.forget_wait()
 
     def write(self, messages: int, place: int, others: Mapping[int, int], error: str = "") -> None:
         """Write down who is at the other ends, and how far all are.

@@ -176,6 +176,7 @@ class Dumps:
         self._broken: set[str] = set()
         # Not waited for: another thread's failure is told in its own dump.
         self._lock = threading.Lock()
+        self._waits_lock = threading.Lock()
 
     def write(
         self, group: str, cause: BaseException, failure: Broken | None, others: Mapping[int, str]
@@ -220,7 +221,7 @@ class Dumps:
             ends: The processes at the ends, this one too.
             readers: See `FailureDump`.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self._waits_lock.acquire(blocking=False):
             return
         try:
             self._write(
@@ -245,7 +246,7 @@ class Dumps:
                 "what queue %r waits for was not written: %s", name, problem, extra=log_fields(queue=name)
             )
         finally:
-            self._lock.release()
+            self._waits_lock.release()
 
     def forget_wait(self) -> None:
         """Remove what `write_wait` has written: the queue goes on."""

@@ -5,6 +5,7 @@ This module is also the program that forks the ranks.
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from tests.rank_main import end_briefly, import_foreign
 
 __all__ = ["ADDRESSES", "report", "run_on_two_hosts"]
 
@@ -85,16 +88,20 @@ def report(directory: Path, rank: int, found: dict[str, Any]) -> None:
 
 def main(other_host: str, directory: str, module: str, *words: str) -> None:
     """Import a test module once, fork the ranks and wait for them. Ranks 2 and 3 enter the namespace `other_host`."""
+    foreign = import_foreign()
     body = importlib.import_module(module).main
+    gc.freeze()
     for rank in range(4):
         if os.fork() == 0:
             if rank >= 2:
                 _enter(other_host)
             body(Path(directory), *words, rank)
+            end_briefly(foreign)
             return
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
+    end_briefly(foreign)
 
 
 def _enter(namespace: str) -> None:

@@ -31,7 +31,7 @@ import msgspec
 from tests.leaks import Snapshot, leaked_since
 from tests.rank_exit import RankExit
 
-__all__ = ["STACKS_SIGNAL", "receive", "send"]
+__all__ = ["STACKS_SIGNAL", "end_briefly", "import_foreign", "receive", "send"]
 
 STACKS_SIGNAL = signal.SIGUSR2
 """On this signal a rank writes the Python stack of each of its threads into its stacks file."""
@@ -92,11 +92,7 @@ def serve(control: socket.socket) -> None:
     _prctl(
         PR_SET_CHILD_SUBREAPER, 1
     )  # processes that a rank leaves behind become our children, and we can count and reap them
-    # The first exit function that is registered runs last: others may still import.
-    atexit.register(_leave_modules_alone)
-    before = set(sys.modules)
-    _import(FOREIGN)
-    foreign = _Foreign(frozenset(sys.modules) - before, tuple(vars(weakref.finalize)["_registry"]))
+    foreign = import_foreign()
     _import(PRELOADED)
     gc.collect()
     gc.freeze()  # collections in ranks then leave these objects alone, and their pages stay shared
@@ -110,6 +106,15 @@ def serve(control: socket.socket) -> None:
             send(control, {"status": os.waitpid(request["wait"], 0)[1]})
         else:
             send(control, {"survivors": _reap_group(request["survivors"])})
+
+
+def import_foreign() -> _Foreign:
+    """Import what is not ours, before everything else, so that `end_briefly` can leave it alone."""
+    # The first exit function that is registered runs last: others may still import.
+    atexit.register(_leave_modules_alone)
+    before = set(sys.modules)
+    _import(FOREIGN)
+    return _Foreign(frozenset(sys.modules) - before, tuple(vars(weakref.finalize)["_registry"]))
 
 
 def _import(names: Iterable[str]) -> None:

@@ -36,7 +36,7 @@ from tests.worlds import world
 @pytest.fixture(scope="module")
 def ranks3() -> Iterator[RankPool]:
     """Start three processes, the fewest for which the order of a sum matters."""
-    with RankPool(3) as pool:
+    with RankPool(3, brief=True) as pool:
         yield pool
 
 

@@ -142,7 +142,7 @@ def test_a_refused_asynchronous_call_keeps_its_place(ranks2: RankPool) -> None:
 @pytest.fixture(scope="module")
 def ranks3() -> Iterator[RankPool]:
     """Three processes: the root of a gather, one that refuses, and one that does neither."""
-    with RankPool(3) as pool:
+    with RankPool(3, brief=True) as pool:
         yield pool
 
 

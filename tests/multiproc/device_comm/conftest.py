@@ -22,7 +22,7 @@ def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session")
 def ranks3() -> Iterator[RankPool]:
     """Start three processes that run one function after another."""
-    with RankPool(3) as pool:
+    with RankPool(3, brief=True) as pool:
         yield pool
 
 

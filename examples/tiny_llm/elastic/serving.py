@@ -175,11 +175,10 @@ class ReplicaServer:
             return True
         if agreed.prepared < self.groups.world.world_size:
             return True
-        planned, self._planned = self._planned, None
-        self._waiting, self._is_leaving = 0, False
+        planned, self._planned, self._waiting = self._planned, None, 0
         if agreed.failed:
             planned.give_up()
-            self._say(told="given up", error=str(planned.error or "another rank could not prepare it"))
+            self._say(told="given up", error=str(planned.error or "another rank has failed"))
             return True
         start_s = time.monotonic()
         try:

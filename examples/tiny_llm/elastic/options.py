@@ -13,7 +13,8 @@ REPLICAS = 2
 
 DESCRIPTION = """\
 Serve a Llama on two replicas, kill a worker in the middle of its answers, go on with the other replica, take new
-workers in while that serves, and check that every token equals the one that an undisturbed process generates.
+workers in while that serves, let the old replica leave, and check that every token equals the one that a process
+generates which nobody disturbs.
 
 Without --model, first train a tiny model on a few sentences (some seconds) and serve that.
 """
@@ -60,7 +61,7 @@ class ElasticOptions:
     slots: int = 4
     step_ms: float = 10.0
     seed: int = 0
-    deadline_s: float = 180.0
+    deadline_s: float = 300.0
     as_json: bool = False
     launched: LaunchedWorker | None = None
 

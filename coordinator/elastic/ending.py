@@ -22,6 +22,7 @@ __all__ = ["NOTHING", "Ending", "Meeting", "ending_of"]
 _FIRST_PAUSE_S: Final = 0.0005
 _LONGEST_PAUSE_S: Final = 0.02
 _PART_OF_WAIT: Final = 0.125
+_OK: Final = "ok"
 
 
 class Ending(NamedTuple):
@@ -110,13 +111,13 @@ class Meeting:
             CommTimeoutError: A member did not come in time, or the store does not answer.
             NativeError: The store is gone.
         """
-        deadline = time.monotonic() + timeout_s
         began = time.monotonic()
-        ask_store(lambda: self._store.set(self._key("rest", self._me), "ok"), self._where, timeout_s)
+        deadline = began + timeout_s
+        self._say(_OK, timeout_s)
         while True:
             left_s = max(deadline - time.monotonic(), 0.001)
             said = ask_store(lambda: self._said(ranks), self._where, left_s)
-            reason = next((each for each in said.values() if each != "ok"), "")
+            reason = next((each for each in said.values() if each != _OK), "")
             if reason:
                 raise GroupBrokenError(f"{self._where}: {reason}")
             missing = ranks.keys() - said.keys()
@@ -134,14 +135,25 @@ class Meeting:
             waited = time.monotonic() - began
             time.sleep(min(max(waited * _PART_OF_WAIT, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
 
+    def refuse(self, reason: str, timeout_s: float) -> None:
+        """Tell the others, which do not wait then, why this member does not come. Raises as `come` for the store."""
+        self._say(reason, timeout_s)
+
+    def _say(self, what: str, timeout_s: float) -> None:
+        ask_store(lambda: self._store.set(self._key("rest", self._me), what), self._where, timeout_s)
+
     def _said(self, members: Collection[int]) -> dict[int, str]:
-        """Return what members have said: "ok", or why they cannot come, also if they have left the attempt since."""
+        """Return what members have said: that they are at rest, or why not, or why they have left the attempt."""
         found: dict[int, str] = {}
         for member in members:
             for step in ("rest", "made"):
                 key = self._key(step, member)
-                if member not in found and self._store.check([key]):
-                    found[member] = self._store.get(key).decode()
+                if member in found or not self._store.check([key]):
+                    continue
+                said = self._store.get(key).decode()
+                # In a planned change all have made their groups before, and are not at rest for that.
+                if step == "rest" or said != _OK:
+                    found[member] = said
         return found
 
     def _key(self, step: str, member: int) -> str:

@@ -16,7 +16,14 @@ from coordinator.elastic.layouts import LayoutRule, Placement, grown, merged, to
 from coordinator.elastic.protocol import Chosen
 from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings, differences
-from shm_broadcast.errors import CommError, InternalError, UsageError
+from shm_broadcast.errors import (
+    CommError,
+    CommTimeoutError,
+    CudaError,
+    InternalError,
+    NativeError,
+    UsageError,
+)
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
 from shm_broadcast.reports.log_fields import log_fields
 
@@ -328,32 +335,44 @@ class Part(Generic[Groups]):
             rank = self._notes[member].rank
             if rank is not None:
                 ranks[member] = rank
-        where = f"the end of epoch {self.line.epoch}"
-        meeting = Meeting(self.line.store, number, self.line.me, self.dead, where)
-        meeting.come(ranks, self._step_s)
+        self._meeting(number).come(ranks, self._step_s)
         self._ending.met(ranks.values())
         self._ending.destroy()
+
+    def _meeting(self, number: int) -> Meeting:
+        where = f"the end of epoch {self.line.epoch}"
+        return Meeting(self.line.store, number, self.line.me, self.dead, where)
 
     def finish(self, number: int) -> None:
         """End the groups of the last epoch behind the commit of a planned change, with all of its members.
 
+        The change is decided: the new groups find whoever is lost meanwhile. Then, and where the device has other work
+        for long, the memory is freed as that of groups which end alone.
+
         Raises:
-            CudaError, CommTimeoutError: The device has failed, or does not come to rest: this process cannot go on.
+            CudaError: The device has failed: this process cannot go on.
         """
         self._keep_store()
         try:
             self._ending.quiesce(self._step_s / 2)
-        except CommError:
-            self.discard()
-            raise
-        try:
             self._free(number, self.line.members)
         except CommError as error:
-            # The change is decided. The new groups find whoever is lost; what it may have open is kept.
-            logger.warning("%s", error, extra=log_fields(rank=self.note.rank, call="commit"))
+            fields = log_fields(rank=self.note.rank, call="commit")
+            logger.warning("the end of epoch %d: %s", self.line.epoch, error, extra=fields)
+            self._refuse(number, str(error))
+            if isinstance(error, CudaError):
+                self.discard()
+                raise
         finally:
             self._ending.destroy()
             self._ending.follow(self.line.epoch, number)
+
+    def _refuse(self, number: int, reason: str) -> None:
+        try:
+            self._meeting(number).refuse(reason, self._step_s)
+        except (CommTimeoutError, NativeError) as error:
+            fields = log_fields(rank=self.note.rank, call="commit")
+            logger.warning("the others wait for this rank: %s", error, extra=fields)
 
     def build(self, number: int, members: tuple[int, ...]) -> None:
         """Create the groups of these members, behind the end of the last ones if they were torn down."""

@@ -256,8 +256,7 @@ class Plan(Generic[Groups]):
             DisagreementError: A rank has aborted the change or has ended; the groups of the last epoch serve on.
             UsageError: The change is over.
             NativeError: The store is gone.
-            CudaError, CommTimeoutError: The change is made, but this rank cannot go on with its device. The others find
-                it gone.
+            CudaError: The change is made, but this rank cannot go on with its device. The others find it gone.
             Others: What a callback has raised; see `ParallelGroups.on_rebuild`. The change is made.
         """
         line, end = self._old.world.line(), self._end

@@ -257,6 +257,7 @@ def dies_in_a_callback(rank: int, world_size: int, directory: Path) -> list[Any]
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.guarantee("E21")
 def test_a_rank_that_dies_in_its_callback_is_left_out_by_the_next_try() -> None:
     """`rebuild` of the same record goes on from the groups that were made, and calls the callbacks again."""

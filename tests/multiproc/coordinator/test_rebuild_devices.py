@@ -1,5 +1,6 @@
 """The device plane of groups that are created again: NCCL's communicators, and workspaces in device memory."""
 
+import itertools
 import os
 import signal
 import threading
@@ -12,9 +13,10 @@ import pytest
 
 from coordinator.elastic.ending import Meeting
 from coordinator.elastic.part import Part
-from coordinator.errors import CommTimeoutError, ExcludedError, GroupBrokenError, PeerLostError
+from coordinator.errors import CommTimeoutError, CudaError, ExcludedError, GroupBrokenError, PeerLostError
 from coordinator.groups import ParallelGroups
 from coordinator.parallel_state import destroy_distributed_environment
+from device_comm.cuda.custom import ending as custom_ending
 from device_comm.nccl.connection import NcclConnection
 from tests.device_groups import over_cuda, over_nccl, stub_faults
 from tests.fake_cuda import FakeFaults, violations
@@ -124,7 +126,9 @@ def test_all_communicators_of_a_lost_epoch_are_aborted_at_once_and_made_anew(stu
     ("mistake", "fault"),
     [
         ("one by one", "ncclCommAbort waits for kernels that nobody aborts"),
-        ("finalize", "ncclCommFinalize of a communicator with a lost rank"),
+        pytest.param(
+            "finalize", "ncclCommFinalize of a communicator with a lost rank", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_a_wrong_end_of_communicators_is_noticed(stub: str, mistake: str, fault: str) -> None:
@@ -151,6 +155,7 @@ def loses_a_stopped_rank(
         return found
 
 
+@pytest.mark.thorough
 @pytest.mark.guarantee("D87")
 def test_a_communicator_with_a_stopped_rank_is_not_finalized_either(stub: str, tmp_path: Path) -> None:
     """It lives, but would not take part: only a time-out tells that it is lost."""
@@ -210,6 +215,7 @@ def cannot_abort(rank: int, world_size: int, directory: Path, stub: str) -> list
         return [len(told), sums, stub_faults(stub)]
 
 
+@pytest.mark.thorough
 @pytest.mark.guarantee("D87")
 def test_an_abort_that_fails_is_logged_and_keeps_nobody_from_going_on(stub: str) -> None:
     """The device says whether anything still runs; here nothing does."""
@@ -293,6 +299,7 @@ def test_workspaces_are_freed_when_all_have_let_go_and_before_new_ones_are_made(
             assert not makes or makes[0] > frees[-1], "the new workspace"
 
 
+@pytest.mark.thorough
 @pytest.mark.guarantee("D89")
 def test_workspaces_that_are_freed_without_a_meeting_are_noticed(stub: str) -> None:
     """The seeded mistake: rank 0 frees what rank 2 has still open, which is undefined with CUDA IPC."""
@@ -317,6 +324,82 @@ def dies_at_rest(rank: int, world_size: int, directory: Path, stub: str) -> list
         prepare_all(groups)
         end(groups)
         return [*found, stub_faults(stub)]
+
+
+def changes_workspaces_as_planned(
+    rank: int, world_size: int, directory: Path, stub: str, why: str
+) -> dict[str, Any]:
+    with over_cuda(rank, directory, stub, FakeFaults(vmm=False)) as (driver, log):
+        groups = elastic_groups(rank, world_size, directory)
+        prepare_all(groups)
+        plan = groups.prepare(leave=[1], timeout_s=TIMEOUT_S)
+        meet(rank, range(world_size), directory, "prepared")
+        if rank == 0:
+            log.write_text("")
+        meet(rank, range(world_size), directory, "begun")
+        begun = time.monotonic()
+        error = ""
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 2:
+                be_late(patch, directory)
+            if rank == 0 and why == "failed":
+                driver.faults.fail["context_synchronize"] = (driver.calls["context_synchronize"] + 1, 700)
+            try:
+                after = plan.commit()
+            except CudaError as caught:
+                error, after = str(caught), None
+        took_s = time.monotonic() - begun
+        left, found = driver.leaks(), violations(driver.directory)
+        meet(rank, range(world_size), directory, "looked")
+        if after is None:
+            destroy_distributed_environment()
+        else:
+            end(after)
+        return {
+            "left": left,
+            "violations": found,
+            "error": error,
+            "is quick": took_s < TIMEOUT_S / 3,
+            "faults": stub_faults(stub),
+        }
+
+
+def be_late(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Let this rank unmap the last workspaces when rank 0 has freed all of its own, unless that waits for this one.
+
+    Before the last group the ranks wait for each other, where they finalize NCCL's communicators.
+    """
+    rest, groups = custom_ending.await_idle, itertools.count(1)
+
+    def late(*arguments: Any) -> None:
+        until = time.monotonic() + (1.5 if next(groups) == GROUPS_OF_THREE else 0.0)
+        # A group frees its workspace, the state of its kernels and the table of captured inputs.
+        while (directory / "order").read_text().count("0 mem_free") < 3 * GROUPS_OF_THREE:
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.005)
+        rest(*arguments)
+
+    patch.setattr(custom_ending, "await_idle", late)
+
+
+@pytest.mark.guarantee("D89")
+def test_a_planned_change_frees_workspaces_when_all_have_let_go(stub: str) -> None:
+    """Also the rank that leaves: nothing is left, and nothing is freed that a rank has open."""
+    for each in run_ranks(changes_workspaces_as_planned, 3, stub, ""):
+        assert each == {"left": [], "violations": [], "error": "", "is quick": True, "faults": ""}
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("D88")
+def test_a_device_that_fails_behind_a_commit_keeps_nobody_waiting(stub: str) -> None:
+    """The rank gets the error; the others are told, keep what it may have open, and go on."""
+    first, *others = run_ranks(changes_workspaces_as_planned, 3, stub, "failed")
+    assert "context_synchronize" in first["error"]
+    assert first["violations"] == []
+    for each in others:
+        assert len(each["left"]) == GROUPS_OF_THREE
+        assert (each["violations"], each["error"], each["is quick"]) == ([], "", True)
 
 
 @pytest.mark.guarantee("D89")
@@ -353,7 +436,9 @@ def has_a_bad_device(rank: int, world_size: int, directory: Path, stub: str, whe
 
 
 @pytest.mark.guarantee("D88")
-@pytest.mark.parametrize(("when", "epoch"), [("before", 1), ("meanwhile", 2)])
+@pytest.mark.parametrize(
+    ("when", "epoch"), [pytest.param("before", 1, marks=pytest.mark.thorough), ("meanwhile", 2)]
+)
 def test_a_rank_whose_device_has_failed_does_not_survive(stub: str, when: str, epoch: int) -> None:
     """It knows so before it comes, or when it synchronizes: the others leave it out, and it is told why."""
     found = run_ranks(has_a_bad_device, 4, stub, when, expect_dead=[1])

@@ -32,11 +32,12 @@ SERVING = {"computing", "waiting", "elsewhere", "idle", "loading", "running", "s
 
 
 class Engine(NamedTuple):
-    """A server: its address, and the processes of the engine's core and of its two workers."""
+    """A server: its address, the processes of the engine's core and of its two workers, and their record directory."""
 
     address: str
     core: int
     workers: tuple[int, int]
+    record: Path
 
 
 class Row(NamedTuple):
@@ -51,13 +52,22 @@ class Row(NamedTuple):
 
 @pytest.fixture(scope="module")
 def engine(vllm: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Start a server with two tensor-parallel workers."""
-    log = tmp_path_factory.mktemp("diagnosis") / "server.log"
+    """Start a server with two tensor-parallel workers, which keep a record."""
+    folder = tmp_path_factory.mktemp("diagnosis")
+    log, record = folder / "server.log", folder / "record"
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("GROUP_COORDINATOR_RECORD_DIR", str(record))
+        environ.setenv("GROUP_COORDINATOR_BROADCAST__WARN_AFTER_S", "2")
+        yield from serving(vllm, model, log, record)
+
+
+def serving(vllm: Path, model: Path, log: Path, record: Path) -> Iterator[Engine]:
+    """Yield a server that has answered once."""
     with serve(vllm, model, "group_coordinator", log) as (address, server):
         titles = {title_of(process.pid): process.pid for process in process_tree(server)}
         core, first, second = (titles[f"VLLM::{each}"] for each in ("EngineCore", "Worker_TP0", "Worker_TP1"))
         warm_up(address)
-        yield Engine(address, core, (first, second))
+        yield Engine(address, core, (first, second), record)
 
 
 def warm_up(address: str) -> None:
@@ -106,6 +116,16 @@ def blame(*pids: int) -> tuple[int, dict[str, Any]]:
     assert done.returncode in (0, 3), done.stderr
     (verdict,) = json.loads(done.stdout)["jobs"]
     return done.returncode, verdict
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager
@@ -225,3 +245,25 @@ def test_blame_names_a_stopped_worker(engine: Engine, rank: int) -> None:
     assert f" s {rank} " in waiting.rest
     step = queue_lines(look, f"vllm/pid {engine.core}/0")[rank]
     assert step.endswith("nobody, reader is behind")
+
+
+def test_blame_names_a_stopped_core_of_the_engine(engine: Engine) -> None:
+    """It is in no group, and no request is needed: the workers wait for its next step, and a record tells it too."""
+    prompt = "a request before and behind"
+    before = ask(engine.address, prompt)
+    said: list[str] = []
+
+    def is_named(*where: str) -> bool:
+        done = coordinator("blame", *where)
+        said.append(done.stdout)
+        return done.returncode == 3
+
+    with stopped(engine.core):
+        for where in (("--live", "--pid", str(engine.workers[0])), (str(engine.record),)):
+            wait_until(lambda where=where: is_named(*where), f"blame {where[0]}", timeout_s=60)  # type: ignore[misc]
+            name = f"vllm/pid {engine.core}/0"
+            assert (
+                f"  call: dequeue on '{name}'\n  writer of queue '{name}' (pid {engine.core} on " in said[-1]
+            )
+            assert "): stopped, in no group, wrote message #" in said[-1]
+    assert ask(engine.address, prompt) == before

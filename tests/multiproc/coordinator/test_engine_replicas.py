@@ -21,6 +21,8 @@ def be(
     return work(rank, directory, tensor, replicas, "new")
 
 
+@pytest.mark.guarantee("E5")
+@pytest.mark.guarantee("E8")
 @pytest.mark.parametrize(
     ("tensor", "replicas", "newcomers", "changes", "ends"),
     [

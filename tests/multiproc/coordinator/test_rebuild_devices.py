@@ -16,7 +16,7 @@ from coordinator.elastic.part import Part
 from coordinator.errors import CommTimeoutError, CudaError, ExcludedError, GroupBrokenError, PeerLostError
 from coordinator.groups import ParallelGroups
 from coordinator.parallel_state import destroy_distributed_environment
-from device_comm.cuda.custom import ending as custom_ending
+from device_comm.cuda.custom.release import await_idle
 from device_comm.nccl.connection import NcclConnection
 from tests.device_groups import over_cuda, over_nccl, stub_faults
 from tests.fake_cuda import FakeFaults, violations
@@ -369,7 +369,7 @@ def be_late(patch: pytest.MonkeyPatch, directory: Path) -> None:
 
     Before the last group the ranks wait for each other, where they finalize NCCL's communicators.
     """
-    rest, groups = custom_ending.await_idle, itertools.count(1)
+    rest, groups = await_idle, itertools.count(1)
 
     def late(*arguments: Any) -> None:
         until = time.monotonic() + (1.5 if next(groups) == GROUPS_OF_THREE else 0.0)
@@ -380,7 +380,7 @@ def be_late(patch: pytest.MonkeyPatch, directory: Path) -> None:
             time.sleep(0.005)
         rest(*arguments)
 
-    patch.setattr(custom_ending, "await_idle", late)
+    patch.setattr("device_comm.cuda.custom.ending.await_idle", late)
 
 
 @pytest.mark.guarantee("D89")
@@ -424,10 +424,10 @@ def has_a_bad_device(rank: int, world_size: int, directory: Path, stub: str, whe
         try:
             groups = groups.rebuild(timeout_s=TIMEOUT_S)
         except ExcludedError as error:
-            found = [type(error).__name__, str(error), type(error.__cause__).__name__]
+            told = [type(error).__name__, str(error), type(error.__cause__).__name__]
             driver.faults.fail.clear()
             end(groups)
-            return [*found, violations(driver.directory)]
+            return [*told, violations(driver.directory)]
         assert groups.change is not None
         found = [groups.change.epoch, groups.world.world_size, list(groups.change.lost)]
         use(groups)

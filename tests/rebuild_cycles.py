@@ -22,9 +22,11 @@ from typing import Any, Self
 
 import torch
 
+from coordinator.elastic.driver import Driver
 from coordinator.elastic.joining import join_distributed_environment
 from coordinator.elastic.layouts import LayoutRule, Placement, drop_replicas
-from coordinator.errors import CommError, DisagreementError, UsageError
+from coordinator.elastic.protocol import Operation, Pause
+from coordinator.errors import CommError, CommTimeoutError, DisagreementError, UsageError
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
@@ -43,7 +45,7 @@ from tests.waiting import wait_until
 
 __all__ = ["TIMEOUT_S", "Crowd", "use_all_planes"]
 
-TIMEOUT_S = 12.0
+TIMEOUT_S = 40.0
 """How long a change of members, and each call behind it, may take on a busy machine."""
 
 MESSAGES = 4
@@ -242,6 +244,36 @@ class Member:
         failure_of(self.groups.world.barrier)
         self._groups = self.groups.rebuild(timeout_s=TIMEOUT_S)
         return self.said()
+
+    def die_before(self, step: int) -> None:
+        """Kill this process before that step of an agreement. What it repeats while it waits is no step."""
+        done, do = set[str](), Driver._do
+
+        def do_or_die(driver: Driver, wants: Operation) -> Any:
+            done.add("pauses" if isinstance(wants, Pause) else repr(wants))
+            if len(done - {"pauses"}) > step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return do(driver, wants)
+
+        Driver._do = do_or_die  # type: ignore[method-assign, assignment]
+
+    def try_exchange(self, leave: list[int], join: int) -> str:
+        """Go over to other members as planned, or stay as another one has died; return what it was."""
+        try:
+            plan = self.groups.prepare(leave=leave, join=join, timeout_s=TIMEOUT_S / 2)
+            self._groups = plan.commit()
+        except (DisagreementError, CommTimeoutError):
+            return "stayed"
+        return "changed" if self._groups is not None else "left"
+
+    def go_on(self, cycle: int) -> list[int]:
+        """Use the groups; create them again if one has died in between. Return the rank and their number."""
+        try:
+            self.use(cycle)
+        except CommError:
+            self._groups = self.groups.rebuild(timeout_s=TIMEOUT_S)
+            self.use(cycle)
+        return [self.groups.world.rank, self.groups.world.world_size]
 
     def fail(self) -> str:
         """As `rebuild`, for a rank that cannot go on; return how that ends."""
@@ -464,6 +496,10 @@ class Crowd:
         """Return whether a member has ended its step."""
         return bool(select.select([self._channels[number]], [], [], 0.0)[0])
 
+    def has_died(self, number: int) -> bool:
+        """Return whether a member has died by itself."""
+        return self._processes[number].wait(time.monotonic())
+
     def stop(self, number: int) -> None:
         """Stop a member, as a debugger does."""
         os.kill(self._processes[number].pid, signal.SIGSTOP)
@@ -485,6 +521,10 @@ class Crowd:
     def kill(self, number: int) -> None:
         """Kill a member; release it once the others need not see it end any more."""
         os.kill(self._processes[number].pid, signal.SIGKILL)
+        self.bury(number)
+
+    def bury(self, number: int) -> None:
+        """Release a member that is dead or about to die."""
         self._channels.pop(number).close()
         assert self._processes[number].wait(time.monotonic() + TIMEOUT_S)
         self._processes.pop(number).release()

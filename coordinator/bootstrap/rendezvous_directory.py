@@ -332,12 +332,14 @@ def _links(generation: Path) -> list[tuple[Path, ProcessIdentity]]:
     """Return the links of the processes that use a generation on this host, and of those that were killed."""
     own = this_process()
     found = []
-    for path in generation.glob("store-*"):
-        match = _LINK.match(path.name)
-        if match is not None:
-            namespace, pid, ticks = map(int, match.groups())
-            identity = msgspec.structs.replace(own, pid_namespace=namespace, pid=pid, start_ticks=ticks)
-            found.append((path, identity))
+    try:
+        names = os.listdir(generation)
+    except FileNotFoundError:
+        return []  # the last process to leave has just removed it
+    for match in filter(None, map(_LINK.match, names)):
+        namespace, pid, ticks = map(int, match.groups())
+        identity = msgspec.structs.replace(own, pid_namespace=namespace, pid=pid, start_ticks=ticks)
+        found.append((generation / match.string, identity))
     return found
 
 

@@ -1,9 +1,12 @@
 """The rendezvous directory of a run whose members change: who may use it, and who removes it."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from coordinator.bootstrap import rendezvous_directory
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.elastic.joining import join_distributed_environment
 from coordinator.errors import UsageError
@@ -53,6 +56,27 @@ def test_the_last_process_removes_the_directory_though_others_were_killed() -> N
         assert (crowd.directory / "store").exists()
         crowd.end([third])
         assert not (crowd.directory / "store").exists()
+
+
+@pytest.mark.guarantee("G32")
+def test_two_processes_may_be_the_last_to_leave_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has removed the generation when this one looks who is left in it: there is nothing to do."""
+    rendezvous = DirectoryRendezvous(tmp_path, 0, 1)
+    rendezvous.join(5.0)
+    (generation,) = tmp_path.glob("generation-*")
+    read_owner = rendezvous_directory._read_owner
+
+    def remove_then(path: Path) -> Any:
+        owner = read_owner(path)
+        shutil.rmtree(generation)
+        return owner
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rendezvous_directory, "_read_owner", remove_then)
+        rendezvous.leave()
+    assert not generations(tmp_path)
 
 
 def test_a_run_of_which_nobody_is_left_is_not_joined() -> None:

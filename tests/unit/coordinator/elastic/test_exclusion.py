@@ -1,5 +1,6 @@
 """Whether the others have gone on without a member, as the store's keys say."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ ME, LEFT = 2, (0, 1)
 
 def decided(store: dict[str, str], number: int, upto: str) -> dict[str, str]:
     """Let member 0 decide on members 0 and 1, up to the key that ends with `upto`, in an attempt of that number."""
-    steps, answer = agree_on_members(0, number - 1, (0, 1, ME)), None
+    steps = agree_on_members(0, number - 1, (0, 1, ME))
+    answer: Any = None
     while f"{number}/{upto}" not in store:
         wants: Any = steps.send(answer)
         answer = None
@@ -48,7 +50,8 @@ def decided(store: dict[str, str], number: int, upto: str) -> dict[str, str]:
 
 def out(me: int, epoch: int, store: dict[str, str]) -> Excluded | None:
     """Return what the store says to a member that knows `epoch`."""
-    return decided_without(me, epoch, lambda key: store.get(key))
+    known: Callable[[str], str | None] = store.get
+    return decided_without(me, epoch, known)
 
 
 @pytest.mark.guarantee("E3")

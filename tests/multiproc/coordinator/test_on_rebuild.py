@@ -231,6 +231,44 @@ def test_an_error_of_a_callback_breaks_the_new_groups_on_all_ranks_which_may_try
         assert each["sums"] == [1.0, float(rank), 1.0]
 
 
+def fails_behind_a_commit(rank: int, world_size: int, directory: Path) -> list[Any]:
+    groups, calls = elastic_groups(rank, world_size, directory), 0
+
+    def capture(new: ParallelGroups) -> None:
+        nonlocal calls
+        calls += 1
+        if rank == 0 and calls == 1:
+            raise RuntimeError("out of memory")
+        new.world.barrier()
+
+    groups.on_rebuild(capture)
+    plan = groups.prepare(leave=[2], timeout_s=TIMEOUT_S)
+    name = ""
+    try:
+        after = plan.commit()
+    except (RuntimeError, PeerLostError, GroupBrokenError) as error:
+        name, after = type(error).__name__, groups.rebuild(timeout_s=TIMEOUT_S)
+    status = plan.status().phase
+    if after is None:
+        destroy_distributed_environment()
+        return [name, status, calls]
+    assert after.change is not None
+    found = [name, status, calls, after.change.epoch, *use(after)]
+    end(after)
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("E21")
+def test_an_error_of_a_callback_behind_a_commit_keeps_the_change() -> None:
+    """The rank that leaves calls nothing; `rebuild` of the old record goes on from the new groups."""
+    first, second, left = run_ranks(fails_behind_a_commit, 3)
+    assert first == ["RuntimeError", "committed", 2, 2, 1.0, 0.0, 1.0]
+    assert second[0] in ("PeerLostError", "GroupBrokenError")
+    assert second[1:] == ["committed", 2, 2, 1.0, 1.0, 1.0]
+    assert left == ["", "committed", 0]
+
+
 def dies_in_a_callback(rank: int, world_size: int, directory: Path) -> list[Any]:
     groups = elastic_groups(rank, world_size, directory)
 

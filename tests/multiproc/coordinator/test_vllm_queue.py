@@ -7,24 +7,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
 from shm_broadcast.errors import PeerLostError, UsageError
+from tests.harness import run_ranks
+from tests.rank_exit import RankExit
+from tests.waiting import has_ended, wait_until
 
 SPAWN = multiprocessing.get_context("spawn")
-Executor = tuple[MessageQueue, list[MessageQueue], list[Any]]
+Executor = tuple[MessageQueue, list[MessageQueue], list[int]]
 
 
-def work(handle: Any, rank: int, pipe: Any) -> None:
+def answer(requests: MessageQueue, answers: MessageQueue, rank: int) -> None:
     """Answer each request with the rank and the request, as a worker does, until the executor ends the queue."""
-    requests = MessageQueue.create_from_handle(handle, rank)
-    answers = MessageQueue(1, 1)
-    pipe.send(answers.export_handle())
     requests.wait_until_ready()
     answers.wait_until_ready()
     try:
@@ -35,9 +36,17 @@ def work(handle: Any, rank: int, pipe: Any) -> None:
         requests.shutdown()
 
 
+def work(handle: Any, rank: int, pipe: Any) -> None:
+    """Be a worker that was spawned, as vLLM's are."""
+    requests = MessageQueue.create_from_handle(handle, rank)
+    answers = MessageQueue(1, 1)
+    pipe.send(answers.export_handle())
+    answer(requests, answers, rank)
+
+
 @pytest.fixture
-def executor() -> Iterator[Executor]:
-    """Return (the requests' writing end, the answers' reading ends, the processes) of an executor with two workers."""
+def spawned() -> Iterator[Executor]:
+    """Return (the requests' writing end, the answers' reading ends, the pids) of an executor with two workers."""
     requests = MessageQueue(2, 2, connect_ip=None)
     answers, processes = [], []
     for rank in range(2):
@@ -49,43 +58,81 @@ def executor() -> Iterator[Executor]:
         ours.close()
         processes.append(process)
     requests.wait_until_ready()
-    yield requests, answers, processes
+    yield requests, answers, [process.pid or 0 for process in processes]
     requests.shutdown()
     for process in processes:
         process.join(20)
         assert not process.is_alive()
         process.close()
-    for answer in answers:
-        answer.shutdown()
+    for end in answers:
+        end.shutdown()
     # `spawn` started it; nothing of a test may be left.
     tracker: Any = resource_tracker._resource_tracker
     tracker._stop()
 
 
+def work_as_rank(rank: int, world_size: int, directory: Path, folder: str, queue: bytes, key: bytes) -> None:
+    """Be a worker that was forked from a process with torch, which saves its import; end as a process does."""
+    requests = MessageQueue.create_from_handle(MessageQueueHandle(queue, key), rank)
+    answers = MessageQueue(1, 1)
+    handle = answers.export_handle()
+    path = Path(folder) / f"{rank}"
+    path.with_suffix(".unfinished").write_text(f"{handle.queue.hex()} {handle.key.hex()}")
+    path.with_suffix(".unfinished").rename(path)
+    answer(requests, answers, rank)
+    raise RankExit
+
+
+def with_workers(folder: Path, body: Callable[[Executor], None]) -> None:
+    """Call `body` with an executor of two workers, which have ended or been killed when it returns."""
+    requests = MessageQueue(2, 2, connect_ip=None)
+    answers: list[MessageQueue] = []
+
+    def execute(pids: Sequence[int]) -> None:
+        for rank in range(2):
+            path = folder / f"{rank}"
+            wait_until(path.exists, f"the handle of worker {rank}")
+            handle = MessageQueueHandle(*map(bytes.fromhex, path.read_text().split()))
+            answers.append(MessageQueue.create_from_handle(handle, 0))
+        requests.wait_until_ready()
+        body((requests, answers, list(pids)))
+        requests.shutdown()
+
+    handle = requests.export_handle()
+    run_ranks(
+        *(work_as_rank, 2, str(folder), handle.queue, handle.key), expect_dead={0, 1}, while_running=execute
+    )
+    for end in answers:
+        end.shutdown()
+
+
 @pytest.mark.slow
-def test_requests_and_answers_pass(executor: Executor) -> None:
+def test_requests_and_answers_pass(spawned: Executor) -> None:
     """Small and large requests reach every worker, and every answer comes back, also after a read in vain."""
-    requests, answers, processes = executor
+    requests, answers, pids = spawned
     with pytest.raises(TimeoutError):
         answers[0].dequeue(timeout=0.05)
     for request in ("load_model", {"step": 1}, b"x" * 3_000_000):
         requests.enqueue(("call", request))
-        for rank, answer in enumerate(answers):
-            assert answer.dequeue(timeout=30) == (rank, processes[rank].pid, ("call", request))
+        for rank, end in enumerate(answers):
+            assert end.dequeue(timeout=30) == (rank, pids[rank], ("call", request))
 
 
 @pytest.mark.guarantee("G52")
 @pytest.mark.slow
-def test_a_killed_worker_is_named_at_once(executor: Executor) -> None:
+def test_a_killed_worker_is_named_at_once(tmp_path: Path) -> None:
     """The error of the read that waits for it names its process."""
-    _, answers, processes = executor
-    victim = processes[1].pid
-    start = time.monotonic()
-    threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
-    with pytest.raises(PeerLostError, match=str(victim)):
-        answers[1].dequeue()
-    # The engine's promise is two seconds, which a busy machine must not miss either.
-    assert time.monotonic() - start < 2
+
+    def body(executor: Executor) -> None:
+        _, answers, pids = executor
+        start = time.monotonic()
+        threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
+        with pytest.raises(PeerLostError, match=str(pids[1])):
+            answers[1].dequeue()
+        # The engine's promise is two seconds, which a busy machine must not miss either.
+        assert time.monotonic() - start < 2
+
+    with_workers(tmp_path, body)
 
 
 @pytest.mark.parametrize("indefinite", [True, False])
@@ -121,15 +168,18 @@ def test_shutdown_wakes_a_waiting_read() -> None:
 
 @pytest.mark.guarantee("G52")
 @pytest.mark.slow
-def test_a_queue_that_ends_because_another_worker_died_names_that_worker(executor: Executor) -> None:
+def test_a_queue_that_ends_because_another_worker_died_names_that_worker(tmp_path: Path) -> None:
     """The executor waits for rank 0, rank 1 dies, and rank 0 is told to end: the error names rank 1."""
-    requests, answers, processes = executor
-    victim = processes[1].pid
-    os.kill(victim, signal.SIGKILL)
-    processes[1].join(20)
-    requests.shutdown()
-    with pytest.raises(PeerLostError, match=f"pid {victim}"):
-        answers[0].dequeue(timeout=30)
+
+    def body(executor: Executor) -> None:
+        requests, answers, pids = executor
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: has_ended(pids[1]), "the death of rank 1")
+        requests.shutdown()
+        with pytest.raises(PeerLostError, match=f"pid {pids[1]}"):
+            answers[0].dequeue(timeout=30)
+
+    with_workers(tmp_path, body)
 
 
 def test_a_reader_on_another_host_gets_its_keys_from_the_handle() -> None:
@@ -178,15 +228,18 @@ def test_each_end_has_its_own_verbs() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_ends_in_order_is_not_lost(executor: Executor) -> None:
+def test_a_worker_that_ends_in_order_is_not_lost(tmp_path: Path) -> None:
     """A worker that has closed its queue before it ended is no reason for an error."""
-    requests, answers, processes = executor
-    requests.shutdown()
-    for process in processes:
-        process.join(20)
-    assert [answer.lost_writer() for answer in answers] == [None, None]
-    with pytest.raises(RuntimeError, match="cancelled"):
-        answers[0].dequeue(timeout=30)
+
+    def body(executor: Executor) -> None:
+        requests, answers, pids = executor
+        requests.shutdown()
+        wait_until(lambda: all(map(has_ended, pids)), "the end of both workers")
+        assert [end.lost_writer() for end in answers] == [None, None]
+        with pytest.raises(RuntimeError, match="cancelled"):
+            answers[0].dequeue(timeout=30)
+
+    with_workers(tmp_path, body)
 
 
 def test_a_forked_child_does_not_answer_for_a_parent_that_died() -> None:

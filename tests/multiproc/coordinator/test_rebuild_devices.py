@@ -402,6 +402,7 @@ def test_a_device_that_fails_behind_a_commit_keeps_nobody_waiting(stub: str) -> 
         assert (each["violations"], each["error"], each["is quick"]) == ([], "", True)
 
 
+@pytest.mark.thorough
 @pytest.mark.guarantee("D89")
 @pytest.mark.guarantee("E5")
 def test_a_rank_that_dies_between_rest_and_the_meeting_is_left_out(stub: str) -> None:

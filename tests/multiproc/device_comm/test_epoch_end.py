@@ -94,7 +94,9 @@ def ends_in_order(rank: int, world_size: int, directory: Path, stub: str, vmm: b
 
 @pytest.mark.guarantee("D88")
 @pytest.mark.guarantee("D89")
-@pytest.mark.parametrize(("vmm", "unmaps"), [(False, "ipc_close"), (True, "vmm_unmap")])
+@pytest.mark.parametrize(
+    ("vmm", "unmaps"), [(False, "ipc_close"), pytest.param(True, "vmm_unmap", marks=pytest.mark.thorough)]
+)
 def test_an_epoch_ends_by_abort_rest_letting_go_meeting_and_freeing(
     ranks2: RankPool, stub: str, vmm: bool, unmaps: str
 ) -> None:

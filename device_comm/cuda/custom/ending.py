@@ -18,6 +18,8 @@ __all__ = ["EndingCommunicator"]
 
 # How long `destroy` waits for queued calls, in seconds.
 _FLUSH_S: Final = 5.0
+# `quiesce` asks the device for as long as this, in seconds, also if NCCL has taken all of the time: it may be at rest.
+_LEAST_REST_S: Final = 0.5
 
 
 class EndingCommunicator(OrderedCommunicator):
@@ -66,7 +68,8 @@ class EndingCommunicator(OrderedCommunicator):
         super().destroy()
         self._stop(max(deadline - time.monotonic(), 0.0))
         if self._opened is not None:
-            await_idle(self._opened, self._health.where("quiesce"), max(deadline - time.monotonic(), 0.0))
+            left_s = max(deadline - time.monotonic(), _LEAST_REST_S)
+            await_idle(self._opened, self._health.where("quiesce"), left_s)
             for each in self._kernels():
                 each.close_peers()
 

@@ -21,7 +21,13 @@ import torch
 
 from coordinator.elastic import Plan
 from coordinator.elastic.joining import join_distributed_environment
-from coordinator.errors import ClosedError, CommTimeoutError, DisagreementError, ExcludedError, PeerLostError
+from coordinator.errors import (
+    ClosedError,
+    CommTimeoutError,
+    DisagreementError,
+    ExcludedError,
+    PeerLostError,
+)
 from coordinator.groups import ParallelGroups
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
 from coordinator.settings import CoordinatorSettings
@@ -130,11 +136,7 @@ class Scheduler:
         leaving = what.removeprefix("leave ") if what != "join" else ""
         while what == "join" and not any(each.said.get("waiting") == self.tensor for each in self.replicas):
             self._go(None)
-        first = next((at for at, each in enumerate(self.replicas) if each.key == leaving), None)
-        ranks = [] if first is None else [first * self.tensor + place for place in range(self.tensor)]
-        self._go(["prepare", ranks, self.tensor if what == "join" else 0])
-        while not all(each.said["prepared"] for each in self.replicas):
-            self._go(None)
+        self._prepare(leaving, self.tensor if what == "join" else 0)
         if victim:
             self._kill(victim)
             self._plan(what, "")
@@ -146,6 +148,15 @@ class Scheduler:
         for replica in [each for each in self.replicas if each.key == leaving]:
             replica.close()
             self.replicas.remove(replica)
+
+    def _prepare(self, leaving: str, join: int) -> None:
+        """Let the ranks prepare a change until they have: a replica that is lost meanwhile ends it."""
+        while not all(each.said.get("plan") == "ready" for each in self.replicas):
+            first = next((at for at, each in enumerate(self.replicas) if each.key == leaving), None)
+            ranks = [] if first is None else [first * self.tensor + place for place in range(self.tensor)]
+            self._go(["prepare", ranks, join])
+            while any(each.said["plan"] == "going" for each in self.replicas):
+                self._go(None)
 
     def _kill(self, key: str) -> None:
         """Kill the last rank of a replica when it has a step to do."""
@@ -226,6 +237,9 @@ class Scheduler:
         self.replicas.remove(replica)
         self.asked_again += len(replica.asked)
         self.todo.extendleft(replica.asked)
+        for other in self.replicas:
+            # What they have prepared counts on the lost one.
+            other.said["plan"] = "none"
 
 
 class Worker:
@@ -268,6 +282,7 @@ class Worker:
         do, is_first = told["do"], self._is_first
         self._is_first = False
         if do and do[0] == "prepare":
+            self._give_up()
             self._preparing = threading.Thread(target=self._prepare, args=(tuple(do[1]), do[2]))
             self._preparing.start()
         elif do == ["commit"] and not (self._has_joined and is_first):
@@ -275,21 +290,27 @@ class Worker:
             assert self._preparing is not None
             self._preparing.join()
             assert self._plan is not None
-            after, self._plan = self._plan.commit(), None
+            after, self._plan, self._preparing = self._plan.commit(), None, None
             if after is None:
                 return None
             self.groups = after
         return self._compute(told)
 
     def _prepare(self, leave: tuple[int, ...], join: int) -> None:
-        self._plan = self.groups.prepare(leave=leave, join=join, timeout_s=TIMEOUT_S)
+        # A replica was lost before all had come: the next collective raises for the same reason.
+        with suppress(CommTimeoutError):
+            self._plan = self.groups.prepare(leave=leave, join=join, timeout_s=TIMEOUT_S)
 
-    def _rebuild(self, step: int) -> None:
+    def _give_up(self) -> None:
+        """Forget a change that is not committed."""
         if self._preparing is not None:
             self._preparing.join()
         if self._plan is not None:
-            plan, self._plan = self._plan, None
-            plan.abort("a replica was lost")
+            self._plan.abort("a replica was lost")
+        self._plan = self._preparing = None
+
+    def _rebuild(self, step: int) -> None:
+        self._give_up()
         self.groups = self.groups.rebuild(progress=step, timeout_s=TIMEOUT_S)
         assert self.groups.change is not None
         self._uncounted = max(self.groups.change.progress)
@@ -306,12 +327,14 @@ class Worker:
         if self.answers is None:
             return
         preparing = self._preparing
-        is_prepared = preparing is not None and not preparing.is_alive() and self._plan is not None
+        plan = "none" if preparing is None else "going"
+        if preparing is not None and not preparing.is_alive():
+            plan = "none" if self._plan is None else "ready"
         self.answers.enqueue(
             {
                 "step": told["step"],
                 "answers": list(zip(told["batch"], values or [], strict=values is not None)),
-                "prepared": is_prepared,
+                "plan": plan,
                 # Of the ranks one asks the store; the scheduler tells the others what they do about it.
                 "waiting": 0 if values is None or self.groups.world.rank else self.groups.pending_members(),
                 "epoch": 0 if self.groups.change is None else self.groups.change.epoch,

@@ -236,11 +236,12 @@ def test_any_value_in_a_field_is_only_data() -> None:
 
 
 @pytest.mark.guarantee("C16")
-def test_names_do_not_make_the_table_grow() -> None:
+@pytest.mark.parametrize("names", [100, pytest.param(500, marks=pytest.mark.thorough)])
+def test_names_do_not_make_the_table_grow(names: int) -> None:
     """Thousands of names that are refused leave neither entries nor memory behind."""
-    frames = [named(f"{PACKAGE}:Missing{n}") for n in range(500)]
-    frames += [named(f"hostile_target.m{n}:Step") for n in range(500)]
-    frames += [named(f"{PACKAGE}:{type(obj).__qualname__}") for obj, _ in REFUSED.values()] * 20
+    frames = [named(f"{PACKAGE}:Missing{n}") for n in range(names)]
+    frames += [named(f"hostile_target.m{n}:Step") for n in range(names)]
+    frames += [named(f"{PACKAGE}:{type(obj).__qualname__}") for obj, _ in REFUSED.values()] * (names // 25)
     for frame in frames:
         tried(frame)
     before = sizes()

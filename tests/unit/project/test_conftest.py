@@ -64,6 +64,17 @@ pytest.importorskip("no_such_module")
 def test_good_in_skipped_module(): pass
 """
 
+# To count the GPUs takes an import of torch, which the tests of `PLANTED` make.
+WITHOUT_GPUS = """
+import tests.conftest
+from tests.probes import requires_gpus
+
+tests.conftest.missing_gpus = lambda count: f"needs {count} GPUs"
+
+@requires_gpus(99)
+def test_gpus(): pass
+"""
+
 
 def outcomes(tmp_path: Path, sources: Sequence[str], *options: str) -> tuple[dict[str, str], str]:
     """Run `sources` as test files of this repository; return each test's outcome and the whole output."""
@@ -116,8 +127,7 @@ def test_what_is_against_the_rules_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--require-gpu", "--require-all"])
 def test_a_skip_can_be_forbidden(tmp_path: Path, option: str) -> None:
     """With the option, a test that lacks its GPUs fails."""
-    source = "from tests.probes import requires_gpus\n@requires_gpus(99)\ndef test_gpus(): pass\n"
-    found, output = outcomes(tmp_path, [source], option)
+    found, output = outcomes(tmp_path, [WITHOUT_GPUS], option)
     assert found["test_gpus"] in ("FAILED", "ERROR"), output
     assert "needs 99 GPUs" in output
 

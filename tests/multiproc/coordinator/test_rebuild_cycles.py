@@ -8,7 +8,7 @@ import pytest
 from tests.rebuild_cycles import Crowd
 
 RANKS = 4
-MOST_BYTES = 12_000
+MOST_BYTES = 8_000
 """How much the store may grow per member and change: it keeps what was agreed, and a file store forgets nothing."""
 
 # Numbers of Python objects differ by what a rank has met by chance, such as another rank's failure record.
@@ -96,4 +96,4 @@ def test_twenty_random_ranks_are_killed_and_replaced() -> None:
 def test_two_hundred_ranks_are_killed_and_replaced_without_a_leak() -> None:
     """The member that sees all of it keeps, of each change, what the store has agreed, and nothing else."""
     resident = kill_and_replace(200, seed=4, spare=[0])["resident"]
-    assert resident[-1] - resident[20] <= 2 * 180 * (2 * RANKS - 1) * MOST_BYTES / 1024, "KiB"
+    assert resident[-1] - resident[19] <= 1.5 * 180 * (2 * RANKS - 1) * MOST_BYTES / 1024, "KiB"

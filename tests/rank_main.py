@@ -106,6 +106,7 @@ def serve(control: socket.socket) -> None:
             send(control, {"status": os.waitpid(request["wait"], 0)[1]})
         else:
             send(control, {"survivors": _reap_group(request["survivors"])})
+    end_briefly(foreign)
 
 
 def import_foreign() -> _Foreign:

@@ -122,15 +122,8 @@ def assert_engine_named(found: Finding, engine: int, rule: str) -> None:
     assert culprit.what.startswith(f"{state}, in no group, wrote message #"), culprit
 
 
-@pytest.mark.parametrize(
-    ("has_answers", "within_s"),
-    [(False, 0.0), pytest.param(False, 0.2, marks=pytest.mark.thorough), (True, 0.2)],
-    ids=["waits-for-ever", "polls", "answers"],
-)
-def test_a_stopped_engine_is_named_live_and_from_the_record(
-    tmp_path: Path, has_answers: bool, within_s: float
-) -> None:
-    """Its readers wait, for ever or until a deadline. When it goes on, nobody is named any more."""
+def plant(tmp_path: Path, has_answers: bool, within_s: float) -> None:
+    """Stop the engine; check who is named live and by the record, and that nobody is once it goes on."""
     marks, record = Marks(tmp_path), tmp_path / "record"
     verdicts: dict[str, Verdict] = {}
     engines: list[int] = []
@@ -139,7 +132,6 @@ def test_a_stopped_engine_is_named_live_and_from_the_record(
         marks.wait("serving")
         engine = pids[WORKERS]
         engines.append(engine)
-        assert recorded(record) is None
         os.kill(engine, signal.SIGSTOP)
         try:
             for name, look in (("live", lambda: live(pids)), ("record", lambda: recorded(record))):
@@ -158,6 +150,33 @@ def test_a_stopped_engine_is_named_live_and_from_the_record(
         assert_engine_named(found, engines[0], "root cause")
         assert (found.call, found.group) == ("dequeue", "engine"), name
         assert any("waits in dequeue on 'engine' for process" in line for line in found.details), name
+
+
+KINDS = pytest.mark.parametrize(
+    ("has_answers", "within_s"),
+    [(False, 0.0), pytest.param(False, 0.2, marks=pytest.mark.thorough), (True, 0.2)],
+    ids=["waits-for-ever", "polls", "answers"],
+)
+
+
+@KINDS
+def test_a_stopped_engine_is_named_live_and_from_the_record(
+    tmp_path: Path, has_answers: bool, within_s: float
+) -> None:
+    """Its readers wait, for ever or until a deadline. When it goes on, nobody is named any more."""
+    plant(tmp_path, has_answers, within_s)
+
+
+@pytest.mark.thorough
+@KINDS
+def test_a_stopped_engine_is_named_each_of_twenty_times(
+    tmp_path: Path, has_answers: bool, within_s: float
+) -> None:
+    """The same twenty times."""
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir(mode=0o700)
+        plant(folder, has_answers, within_s)
 
 
 def test_a_killed_engine_is_named_from_the_record(tmp_path: Path) -> None:

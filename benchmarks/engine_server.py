@@ -14,6 +14,8 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.process_tree import process_tree
+
 __all__ = ["ANSWER_S", "ServerError", "ask", "serve", "stream"]
 
 # Most of the start is Python that imports: two replicas are six processes that do.
@@ -81,7 +83,13 @@ def serve(
                 )
                 raise ServerError(f"after SIGTERM the server {ended}\n{log.read_text()[-6000:]}")
         finally:
+            # A server that is killed leaves the processes of its engines behind.
+            tree = process_tree(server.pid) if server.returncode is None else []
+            below = [process.pid for process in tree if process.pid != server.pid]
             server.kill()
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             server.wait()
 
 

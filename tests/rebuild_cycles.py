@@ -353,7 +353,7 @@ class Member:
 
     def see_waiting(self, count: int, leave: Sequence[int] = ()) -> None:
         """Return once so many processes wait to join."""
-        wait_until(lambda: self.waiting(leave) == count, f"{count} processes that join", TIMEOUT_S, 0.002)
+        wait_until(lambda: self.waiting(leave) == count, f"{count} processes that join", TIMEOUT_S, 0.01)
 
     def refused(self, join: int, leave: Sequence[int] = (), rule: str = "replicas") -> str:
         """Plan a change that is refused; return the reason."""
@@ -366,7 +366,7 @@ class Member:
     def exchange(self, leave: list[int], join: int, rule: str = "replicas") -> list[Any]:
         """Go over to other members as planned. Rank 0 asks whether they wait, and tells the others."""
         if self.groups.world.rank == 0:
-            wait_until(lambda: self.waiting(leave) >= join, "processes that join", TIMEOUT_S, 0.002)
+            wait_until(lambda: self.waiting(leave) >= join, "processes that join", TIMEOUT_S, 0.01)
         self.groups.world.barrier()
         plan = self.groups.prepare(leave=leave, join=join, layout=rule_of(rule), timeout_s=TIMEOUT_S)
         self._groups = plan.commit()

@@ -59,6 +59,7 @@ def test_an_attempt_writes_no_key_of_another_one() -> None:
         crowd.end(members)
 
 
+@pytest.mark.thorough
 @pytest.mark.guarantee("E6")
 def test_the_memory_of_a_group_has_another_number_in_each_epoch() -> None:
     """It stands in the header of what carries the collectives; groups of one epoch differ in it, too."""
@@ -72,6 +73,7 @@ def test_the_memory_of_a_group_has_another_number_in_each_epoch() -> None:
     assert len({of_one[0] for of_one in found}) == len(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.guarantee("E6")
 def test_a_queue_of_an_epoch_is_not_opened_in_the_next() -> None:
     """Its handle leads nowhere; with the key of the next epoch's queue it is taken for forged."""

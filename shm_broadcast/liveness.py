@@ -151,18 +151,25 @@ class PeerWatch:
     It holds one pidfd for each visible peer until `close`. Thread-safe.
     """
 
-    def __init__(self, own: ProcessIdentity, peers: Mapping[int, ProcessIdentity]) -> None:
+    def __init__(
+        self,
+        own: ProcessIdentity,
+        peers: Mapping[int, ProcessIdentity],
+        hostnames: Mapping[int, str] | None = None,
+    ) -> None:
         """Open a pidfd for every peer in this PID namespace.
 
         Args:
             own: The identity of this process.
             peers: Identities of the other ranks, by global rank.
+            hostnames: Of ranks whose process is not known, the names of their hosts.
 
         Raises:
             CapabilityError: The kernel refuses to open one.
         """
         self._own = own
         self._peers = dict(peers)
+        self._hostnames = dict(hostnames or {})
         self._descriptors: dict[int, int] = {}
         self._lost: set[int] = set()
         # A signal handler may run while this thread holds it, and look or close too.
@@ -241,7 +248,10 @@ class PeerWatch:
         """Return a text about the process of `rank` for errors, for example `pid 4242, alive`."""
         peer = self._peers.get(rank)
         if peer is None:
-            return "no process known"
+            hostname = self._hostnames.get(rank)
+            return (
+                "no process known" if hostname is None else f"on host {hostname}, state not visible from here"
+            )
         state = self.state(rank)
         if state == "unknown":
             return f"pid {peer.pid} on host {peer.hostname}, state not visible from here"

@@ -1,55 +1,46 @@
 """All ranks agree on the facts of a group before anything is built, or every rank raises the same error.
 
-The first rank to arrive writes its facts into the store, and the others compare theirs. A rank that finds a
-difference, whose deadline passes, or that is interrupted, writes the failure as the outcome. The waiting ranks poll
-for the outcome.
+The first rank to arrive writes a digest of its facts into the store, and the others compare theirs. The last one writes
+the outcome. A rank that finds a difference, whose deadline passes, that notices a death or is interrupted, writes the
+failure as the outcome. The waiting ranks sleep until there is an outcome, and ask the store once a second who has come.
+
+A rank asks the store for less than ten things however many ranks there are and however late they come, and gets what is
+written for its own host. `outcomes` holds what is in the store, `views` what a rank knows in the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final
 
 import msgspec
 import torch.distributed as dist
 
+from coordinator.bootstrap import outcomes
+from coordinator.bootstrap.attendance import Attendance
 from coordinator.bootstrap.blocking_calls import ask_store, raise_if_lost, run_interruptibly, torch_error
-from coordinator.settings import differences
-from shm_broadcast.errors import (
-    CapabilityError,
-    ClosedError,
-    CommError,
-    CommTimeoutError,
-    DisagreementError,
-    NativeError,
-    PeerLostError,
-)
+from coordinator.bootstrap.outcomes import Complete, Dissent, Failure, Outcome, Proposal
+from coordinator.bootstrap.views import Places, View, Views
+from shm_broadcast.errors import CommError, CommTimeoutError, DisagreementError, NativeError, PeerLostError
 from shm_broadcast.interruption import raised_by_handler
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity
+from shm_broadcast.liveness import PeerWatch
 
-# A waiting rank polls the store, which takes 5 to 40 us. The pause between polls is an eighth of the time waited so
-# far, so the outcome is noticed at most that much late. `store.wait` is worse: a FileStore polls every 10 ms, and a
-# TCPStore blocks this process's other threads and writes to stderr each time a wait ends without the key.
-FIRST_PAUSE_S: Final = 0.0002
-LONGEST_PAUSE_S: Final = 0.02
-PART_OF_WAIT: Final = 0.125
-# A waiting rank checks at this interval whether a peer has died.
-WATCH_EVERY_S: Final = 0.3
-# After a failure a rank keeps the store alive at most this long, so that the others, polling every
-# `LONGEST_PAUSE_S`, can read the outcome.
+# A waiting rank asks at this interval who else has come on its kernel, so that it can watch them.
+LOOK_EVERY_S: Final = 1.0
+# After a failure a rank keeps the store alive at most this long, so that the others can read the outcome. A rank that
+# joined just before a deadline gets this long to compare its facts.
 LINGER_S: Final = 1.0
-# The outcome begins with one of these, or is a JSON list of the missing ranks. COMPLETE is followed by the views of all
-# ranks as JSON, LEFT by the rank that has left and the name of what interrupted it, and REFUSED by the rank that cannot
-# take part and why.
-COMPLETE: Final = "complete "
-DISSENT: Final = "dissent"
-LEFT: Final = "left "
-REFUSED: Final = "refused "
+# Pauses between two looks at how many have read a failure: this long, or longer in a large group, for the store takes
+# about 6 us for an answer and gets one question of each rank in a pause.
+TOLD_PAUSE_S: Final = 0.02
+TOLD_PAUSE_PER_RANK_S: Final = 50e-6
 # Ctrl-C must interrupt within 0.2 s. A store that answers takes some ms.
 LEAVE_S: Final = 0.15
 # A store that is silent for this long after the deadline counts as hung.
@@ -57,30 +48,6 @@ ANSWER_S: Final = 2.0
 # The kernel closes a dying process's sockets some milliseconds before the process itself appears dead. Waiting this
 # long lets the error name the dead rank.
 EXPLAIN_S: Final = 0.2
-
-
-class View(msgspec.Struct, frozen=True):
-    """What one rank tells the others when a group is created.
-
-    Attributes:
-        facts: Values that must be equal on all ranks, as text by name.
-        process: Identity of the rank's process.
-        address: Address at which the group's other ranks reach this rank; may differ.
-        host_id: Host id; equal on ranks that can share memory.
-        note: Further information for the other ranks; may differ.
-        nonce: Random text that makes this view unique; filled in by `agree`.
-    """
-
-    facts: dict[str, str]
-    process: ProcessIdentity
-    address: str
-    host_id: str = ""
-    note: str = ""
-    nonce: str = ""
-
-
-_decoder = msgspec.json.Decoder(View)
-_all_decoder = msgspec.json.Decoder(list[View])
 
 
 def agree(
@@ -92,7 +59,7 @@ def agree(
     timeout_s: float,
     watch: PeerWatch | None = None,
     agreed: threading.Event | None = None,
-) -> dict[int, View]:
+) -> Views:
     """Exchange views with all of `ranks`.
 
     Collective over `ranks`. Blocks until all have joined with the same facts, or one rank finds a failure.
@@ -101,14 +68,14 @@ def agree(
         store: A store whose keys are used by this agreement only.
         what: What is being created, for errors: "group 'tp:0'".
         rank: This process's global rank.
-        ranks: Global ranks that must agree.
+        ranks: Global ranks that must agree, in the same order on all of them.
         view: This rank's view.
         timeout_s: Deadline in seconds.
         watch: The other ranks' processes, if they are already known.
         agreed: Set once this rank knows that all have agreed, also if it is interrupted then: the others go on.
 
     Returns:
-        Every rank's view, by global rank. The facts, which are equal, are left out.
+        What this rank knows of the others, without the facts, which are equal.
 
     Raises:
         DisagreementError: Two ranks hold different facts (see `.views`), or two processes claim the same rank.
@@ -135,7 +102,7 @@ def agree(
             f"{where}: lost the connection to the rendezvous store: {error}", "Store"
         ) from error
     finally:
-        agreement.stop.set()
+        agreement.close()
 
 
 def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
@@ -149,18 +116,23 @@ def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
         rank: This process's global rank.
         error: The reason.
     """
-    outcome = REFUSED + msgspec.json.encode((rank, str(error))).decode()
     # A store that does not answer tells the others nothing. They notice that themselves.
     with suppress(CommTimeoutError, NativeError):
         ask_store(
-            lambda: store.compare_set("outcome", "", outcome), f"creating {what} (rank {rank})", LEAVE_S
+            lambda: outcomes.decide(store, outcomes.Refused(0, rank, str(error))),
+            f"creating {what} (rank {rank})",
+            LEAVE_S,
         )
         time.sleep(LINGER_S)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Agreement:
-    """One rank's part in one agreement. `exchange` runs on its own thread, because a store may hang."""
+    """One rank's part in one agreement.
+
+    `exchange` runs on a thread of its own and over a connection of its own, because it waits in the store, which may
+    hang. `check` runs on the caller's thread, about ten times a second.
+    """
 
     _store: dist.Store
     _where: str
@@ -173,63 +145,170 @@ class _Agreement:
     # Whether the others may have seen this rank.
     _has_joined: bool = False
     _started: float = dataclasses.field(default_factory=time.monotonic)
-    # The views seen so far. Another thread reads this, so the dict is replaced and never changed.
-    _known: dict[int, View] = dataclasses.field(default_factory=dict)
-    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
+    _next_look_s: float = LOOK_EVERY_S
+    # Whether it is this rank that lists who is missing.
+    _lists: bool = False
+    # The ranks on this kernel that have come, if the caller knows no processes.
+    _mates: PeerWatch = dataclasses.field(init=False)
+    _seen: Mapping[int, View] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._mates = PeerWatch(self._view.process, {})
+
+    def close(self) -> None:
+        """Watch nobody any more."""
+        self._mates.close()
+
+    def exchange(self) -> Views:
+        """Publish this rank's view, compare the facts, and wait for the outcome."""
+        # torch locks a connection while it waits, and others of this process use the given one.
+        connection: Any = self._store  # torch's stubs do not know `clone`
+        store: dist.Store = connection.clone()
+        attendance = Attendance(store, self._rank, self._ranks)
+        self._has_joined = True
+        outcome = self._compare(store, attendance)
+        if self._watch is None:
+            attendance.introduce(self._view.process.boot_id)
+        if attendance.come() and outcome is None:
+            places = Places.of(attendance.views(self._ranks).values())
+            outcome = outcomes.decide(store, Complete(places.encode()))
+        if outcome is None:
+            # A failure comes as an outcome too. `check` has raised before this ends without one.
+            store.wait([outcomes.KEY], timedelta(seconds=self._hung_after_s + ANSWER_S))
+            outcome = outcomes.read(store)
+        if not isinstance(outcome, Complete):
+            raise self._told(store, outcome)
+        self._agreed.set()
+        places = Places.decode(outcome.places)
+        return Views(self._rank, self._ranks, self._near(attendance, places), places)
 
     def check(self) -> None:
         """Raise if a rank died, or if the store hangs because its process is stopped. Runs on the caller's thread."""
-        if self._watch is not None:
-            raise_if_lost(self._watch, self._where)
-        if time.monotonic() < self._started + self._timeout_s + ANSWER_S:
+        try:
+            self.raise_if_lost()
+        except PeerLostError as error:
+            lost = error.peers[0]
+            self._tell(lambda came: outcomes.Left(came, lost, "has ended"))
+            raise
+        waited_s = time.monotonic() - self._started
+        if waited_s >= self._hung_after_s:
+            raise self._unanswered()
+        if waited_s < self._next_look_s and waited_s < self._timeout_s:
             return
-        with self._watching() as watch:
-            stopped = tuple(other for other in sorted(self._known) if watch.state(other) == "stopped")
-            named = "".join(f"; rank {other} ({watch.describe(other)})" for other in stopped)
-        raise CommTimeoutError(
-            f"{self._where}: the rendezvous store did not answer within {self._timeout_s:.1f} s{named}",
-            missing=stopped,
-        )
-
-    def exchange(self) -> dict[int, View]:
-        """Publish this rank's view, compare the facts, and wait for the outcome."""
-        store, rank = self._store, self._rank
-        own = msgspec.json.encode(self._view).decode()
-        self._has_joined = True
-        found = store.compare_set(f"view/{rank}", "", own).decode()
-        if found != own:
-            taken = _decoder.decode(found).process
-            raise DisagreementError(
-                f"{self._where}: two processes claim to be rank {rank}: this one, and pid {taken.pid} "
-                f"on host {taken.hostname}"
-            )
-        mine = msgspec.json.encode(self._view.facts, order="deterministic").decode()
-        outcome = ""
-        if store.compare_set("proposal", "", mine).decode() != mine:
-            outcome = self._decide(DISSENT)
-            if outcome.startswith(COMPLETE):
-                # The others completed an agreement that does not include this rank's groups.
-                raise self._told(self._disagreement())
-        elif store.add("agreed", 1) == len(self._ranks):
-            outcome = self._decide(COMPLETE + self._gathered())
-        outcome = outcome or self._await_outcome()
-        if not outcome.startswith(COMPLETE):
-            raise self._told(self._failure(outcome))
-        self._agreed.set()
-        views = _all_decoder.decode(outcome.removeprefix(COMPLETE))
-        return dict(zip(self._ranks, views, strict=True))
+        self._next_look_s = waited_s + LOOK_EVERY_S
+        try:
+            ask_store(self._look if waited_s < self._timeout_s else self._give_up, self._where, ANSWER_S)
+        except CommTimeoutError:
+            if time.monotonic() - self._started >= self._timeout_s:
+                raise self._unanswered() from None
 
     def leave(self, error: BaseException) -> None:
         """Tell the others that `error` makes this rank leave, if they may have seen it. Takes `LEAVE_S` at most.
 
         If all have agreed before, nothing is told: they wait for this rank in their groups.
         """
+        reason = f"was interrupted ({type(error).__name__}) and has left"
+        self._tell(lambda came: outcomes.Left(came, self._rank, reason))
+
+    def raise_if_lost(self) -> None:
+        """Raise `PeerLostError` if a rank that is known to have come is dead."""
+        raise_if_lost(self._mates if self._watch is None else self._watch, self._where)
+
+    @property
+    def _hung_after_s(self) -> float:
+        """How long this rank waits for an outcome: two others have then had the time to list who is missing."""
+        return self._timeout_s + 2 * LINGER_S + ANSWER_S
+
+    def _compare(self, store: dist.Store, attendance: Attendance) -> Outcome | None:
+        """Publish this rank's view; return the outcome if it holds other facts than the first rank."""
+        digest = _digest_of(self._view)
+        proposal = outcomes.propose(store, self._rank, digest)
+        is_alike = proposal.digest == digest
+        # Only those who propose or contradict show their facts: with the ranks of all groups they may be long.
+        if proposal.rank == self._rank or not is_alike:
+            outcomes.show_facts(store, digest, self._view.facts)
+        taken = attendance.claim(msgspec.structs.replace(self._view, facts={}, digest=digest))
+        if taken is not None:
+            raise DisagreementError(
+                f"{self._where}: two processes claim to be rank {self._rank}: this one, and pid {taken.process.pid} "
+                f"on host {taken.process.hostname}"
+            )
+        if is_alike:
+            return None
+        dissent = self._dissent(store, attendance, proposal)
+        outcome = outcomes.decide(store, dissent)
+        if isinstance(outcome, Complete):
+            # The others completed an agreement that does not include this rank's groups.
+            raise self._told(store, dissent)
+        return outcome
+
+    def _dissent(self, store: dist.Store, attendance: Attendance, proposal: Proposal) -> Dissent:
+        """Return who holds which facts."""
+        # The first rank publishes its facts and its view behind its proposal.
+        attendance.has_view(proposal.rank, LINGER_S)
+        came = {*attendance.present(), self._rank, proposal.rank}
+        views = attendance.views([rank for rank in sorted(came) if attendance.has_view(rank, 0.0)])
+        facts = {
+            digest: outcomes.facts_of(store, digest) for digest in {view.digest for view in views.values()}
+        }
+        return Dissent(len(views), {rank: facts[view.digest] for rank, view in views.items()})
+
+    def _near(self, attendance: Attendance, places: Places) -> dict[int, View]:
+        """Return the views of the ranks on this kernel, of which some are known from watching."""
+        own = places[self._ranks.index(self._rank)].kernel
+        near = [rank for rank, place in zip(self._ranks, places, strict=True) if place.kernel == own]
+        seen = self._seen
+        return {**seen, **attendance.views([rank for rank in near if rank not in seen])}
+
+    def _look(self) -> None:
+        """Watch those on this kernel that have come."""
+        attendance = Attendance(self._store, self._rank, self._ranks)
+        if self._watch is not None or not self._has_joined:
+            return
+        mates = set(attendance.mates(self._view.process.boot_id)) - {self._rank, *self._seen}
+        if not mates:
+            return
+        # The other thread reads this, so the dict is replaced and never changed.
+        self._seen = {**self._seen, **attendance.views(sorted(mates))}
+        before = self._mates
+        self._mates = PeerWatch(self._view.process, {rank: view.process for rank, view in self._seen.items()})
+        before.close()
+
+    def _give_up(self) -> None:
+        """Write who is missing, if this rank is the first one whose deadline has passed.
+
+        If that one dies meanwhile, the first one of the next second does it.
+        """
+        late_s = time.monotonic() - self._started - self._timeout_s
+        claim = f"lists/{int(late_s / LINGER_S)}"
+        self._lists = self._lists or self._store.add(claim, 1) == 1
+        if not self._lists:
+            return
+        present = Attendance(self._store, self._rank, self._ranks).present()
+        missing = sorted(set(self._ranks) - set(present))
+        # A rank that joined just before the deadline gets time to compare its facts.
+        if missing or late_s >= LINGER_S:
+            outcomes.decide(self._store, outcomes.Missing(len(present), missing))
+
+    def _unanswered(self) -> CommTimeoutError:
+        stopped = tuple(rank for rank in sorted(self._seen) if self._mates.state(rank) == "stopped")
+        named = "".join(f"; rank {rank} ({self._mates.describe(rank)})" for rank in stopped)
+        return CommTimeoutError(
+            f"{self._where}: the rendezvous store did not answer within {self._timeout_s:.1f} s{named}",
+            missing=stopped,
+        )
+
+    def _tell(self, failure_of: Callable[[int], Failure]) -> None:
+        """Tell the others of a failure, if they may have seen this rank, and have not agreed.
+
+        Takes `LEAVE_S` at most.
+        """
         if not self._has_joined:
             return
-        outcome = LEFT + msgspec.json.encode((self._rank, type(error).__name__)).decode()
 
         def tell() -> None:
-            if self._decide(outcome).startswith(COMPLETE):
+            came = len(Attendance(self._store, self._rank, self._ranks).present())
+            if isinstance(outcomes.decide(self._store, failure_of(came)), Complete):
                 self._agreed.set()
             else:
                 self._store.add("told", 1)
@@ -238,90 +317,17 @@ class _Agreement:
         with suppress(CommTimeoutError, NativeError):
             ask_store(tell, self._where, LEAVE_S)
 
-    def _gathered(self) -> str:
-        """Return all ranks' views as JSON, without the facts, which are equal. Only the last rank to join runs this."""
-        values = self._store.multi_get([f"view/{other}" for other in self._ranks])
-        views = [msgspec.structs.replace(_decoder.decode(value), facts={}) for value in values]
-        return msgspec.json.encode(views).decode()
-
-    def _decide(self, outcome: str) -> str:
-        """Set the outcome for all ranks unless it is set already; return the outcome that holds."""
-        return self._store.compare_set("outcome", "", outcome).decode()
-
-    def _await_outcome(self) -> str:
-        start = time.monotonic()
-        next_watch = WATCH_EVERY_S
-        while not self._store.check(["outcome"]):
-            waited = time.monotonic() - start
-            if waited >= next_watch:
-                self._known = self._present()
-                self.raise_if_lost()
-                next_watch = waited + WATCH_EVERY_S
-            if waited >= self._timeout_s:
-                missing = [other for other in self._ranks if not self._store.check([f"view/{other}"])]
-                # A rank that joined just before the deadline gets time to compare its facts.
-                if missing or waited >= self._timeout_s + LINGER_S:
-                    return self._decide(msgspec.json.encode(missing).decode())
-            if self.stop.wait(min(max(waited * PART_OF_WAIT, FIRST_PAUSE_S), LONGEST_PAUSE_S)):
-                raise ClosedError(f"{self._where}: cancelled, the caller no longer waits")
-        return self._store.get("outcome").decode()
-
-    def _failure(self, outcome: str) -> CommError:
-        """Return the error for a failed outcome. Every rank reads the same outcome, so all raise the same error."""
-        if outcome == DISSENT:
-            return self._disagreement()
-        if outcome.startswith(LEFT):
-            rank, reason = msgspec.json.decode(outcome.removeprefix(LEFT), type=tuple[int, str])
-            return PeerLostError(
-                f"{self._where}: rank {rank} was interrupted ({reason}) and has left", peers=(rank,)
-            )
-        if outcome.startswith(REFUSED):
-            rank, reason = msgspec.json.decode(outcome.removeprefix(REFUSED), type=tuple[int, str])
-            return CapabilityError(
-                f"{self._where}: rank {rank} cannot take part: {reason}",
-                requirement="a rank that can take part",
-            )
-        missing = msgspec.json.decode(outcome, type=list[int])
-        listed = ", ".join(str(rank) for rank in missing)
-        return CommTimeoutError(
-            f"{self._where}: rank(s) {listed} did not join within {self._timeout_s:.1f} s; check that they were "
-            "started with the same rendezvous, and that all ranks create their groups in the same order",
-            missing=missing,
-        )
-
-    def _told(self, error: CommError) -> CommError:
-        """Return `error` after the other ranks have read the failure too: this rank may be serving the store."""
-        store = self._store
+    def _told(self, store: dist.Store, failure: Failure) -> CommError:
+        """Return the error for `failure` after the others have read it too: this rank may be serving the store."""
+        pause_s = max(TOLD_PAUSE_S, len(self._ranks) * TOLD_PAUSE_PER_RANK_S)
         end = time.monotonic() + LINGER_S
         with suppress(RuntimeError):  # the rank that serves the store has left
             told = store.add("told", 1)
-            while told < len(self._present()) and time.monotonic() < end:
-                time.sleep(LONGEST_PAUSE_S)
+            while told < (failure.came or len(self._ranks)) and time.monotonic() < end:
+                time.sleep(pause_s)
                 told = store.add("told", 0)
-        return error
+        return failure.error(self._where, self._timeout_s)
 
-    def raise_if_lost(self) -> None:
-        """Raise `PeerLostError` if a rank that has joined is dead."""
-        with self._watching() as watch:
-            raise_if_lost(watch, self._where)
 
-    def _watching(self) -> closing[PeerWatch]:
-        peers = {other: seen.process for other, seen in self._known.items() if other != self._rank}
-        return closing(PeerWatch(self._view.process, peers))
-
-    def _present(self) -> dict[int, View]:
-        """Return the views of the ranks that have joined so far."""
-        return {
-            other: _decoder.decode(self._store.get(f"view/{other}"))
-            for other in self._ranks
-            if self._store.check([f"view/{other}"])
-        }
-
-    def _disagreement(self) -> DisagreementError:
-        facts = {other: view.facts for other, view in self._present().items()}
-        views = {
-            other: msgspec.json.encode(held, order="deterministic").decode() for other, held in facts.items()
-        }
-        return DisagreementError(
-            f"{self._where}: ranks disagree: {'; '.join(differences(facts))}", views=views
-        )
+def _digest_of(view: View) -> str:
+    return hashlib.sha256(msgspec.json.encode(view.facts, order="deterministic")).hexdigest()

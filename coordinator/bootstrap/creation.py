@@ -12,12 +12,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement import LINGER_S, View, agree, decline
+from coordinator.bootstrap.agreement import LINGER_S, agree, decline
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import own_address
 from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.status_store import WorldStatusStore
+from coordinator.bootstrap.views import View
 from coordinator.bootstrap.world import World
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
@@ -96,7 +97,7 @@ def create_parts(
                 builder = GroupBuilder(
                     plan,
                     region,
-                    {member: views[member] for member in plan.membership.ranks},
+                    views.of(plan.membership.ranks),
                     world=world,
                     store=own_store,
                     device=device,

@@ -13,16 +13,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement import LINGER_S, View
+from coordinator.bootstrap.agreement import LINGER_S
 from coordinator.bootstrap.blocking_calls import connect_watched
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
-from coordinator.bootstrap.membership import listening_address
 from coordinator.bootstrap.status_store import GroupStatusStore, WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport
+from coordinator.bootstrap.views import Views
 from coordinator.bootstrap.world import World
 from coordinator.host.gloo import GlooHostPlane
 from coordinator.host.plane import HostPlane, SoloHostPlane
-from coordinator.host.process_groups import GlooBackend, abort_gloo
+from coordinator.host.process_groups import LOOPBACK, GlooBackend, abort_gloo
 from coordinator.host.shared import SharedHostPlane
 from coordinator.settings import CoordinatorSettings
 from device_comm.base import CommunicatorContext, DeviceCommunicator
@@ -33,7 +33,6 @@ from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import CommunicatorFactory, communicator_factory
 from device_comm.solo import SoloCommunicator
 from shm_broadcast.errors import CapabilityError, CommError, CommTimeoutError, GroupBrokenError, PeerLostError
-from shm_broadcast.liveness import PeerWatch, this_process
 from shm_broadcast.stacks.offered import offer_stacks
 from shm_broadcast.status.layout import GroupState
 
@@ -78,7 +77,7 @@ class GroupBuilder:
     Attributes:
         plan: The group.
         region: What this rank has prepared; the caller closes it.
-        members: The view of each of the group's ranks, by global rank.
+        members: What this rank knows of the group's ranks.
         world: The processes among which the group is created.
         store: A store whose keys are used by this group only.
         device: Device on which the group's tensors live.
@@ -89,7 +88,7 @@ class GroupBuilder:
 
     plan: GroupPlan
     region: shared_memory.Preparation
-    members: Mapping[int, View]
+    members: Views
     world: World
     store: dist.Store
     device: torch.device
@@ -104,24 +103,23 @@ class GroupBuilder:
         # Behind the agreement: if this process may not, the others are told why.
         offer_stacks(self.settings.stack_signal)
         name, ranks, rank = self.plan.name, self.plan.membership.ranks, self.plan.membership.rank
-        peers = {member: view.process for member, view in self.members.items() if member != rank}
-        self._host_ids = {member: view.host_id for member, view in self.members.items()}
-        self._watch = PeerWatch(this_process(), peers)
+        self._host_ids = self.members.host_ids
+        self._watch = self.members.watch()
         self._world_status_store = status_store(self.plan, self.store)
         self._status_store = GroupStatusStore(self._world_status_store)
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
 
     def share(self, number: int) -> None:
         """Map offer `number` of the first rank, if all ranks are on one host. Collective."""
-        if len(self._host_ids) == 1 or len(set(self._host_ids.values())) > 1:
+        if len(self._host_ids) == 1 or not self.members.share_memory:
             return
-        first, timeout_s = self.members[self.plan.membership.ranks[0]], self.settings.create_timeout_s
-        offers = msgspec.json.decode(first.note, type=list[bytes])
+        first, timeout_s = self.plan.membership.ranks[0], self.settings.create_timeout_s
+        offers = msgspec.json.decode(self.members.near[first].note, type=list[bytes])
         with self.plan.clock.phase("shared_memory"):
             try:
                 self._shared = self.region.map(self.health, offers[number], timeout_s)
             except (PeerLostError, CommTimeoutError) as error:
-                raise self._explained(error, self.plan.membership.ranks[0], timeout_s) from error
+                raise self._explained(error, first, timeout_s) from error
             self._made.callback(self._shared.close)
             self._status_store.attach(self._shared.board)
 
@@ -172,7 +170,7 @@ class GroupBuilder:
             self.plan.name,
             self.plan.membership.ranks,
             self.backend,
-            self._address(),
+            self.members.listening_address(LOOPBACK) if len(self._host_ids) > 1 else self.members.own.address,
             self.settings.create_timeout_s,
             apart=None if self.world.is_torch else (self.world, self.plan.membership.rank_in_group),
         )
@@ -190,13 +188,8 @@ class GroupBuilder:
             host_ids=self._host_ids,
             world=self.world,
             after=[] if self.world.is_torch else [self._status_store.release],
-            processes={member: view.process for member, view in self.members.items()},
+            processes=self.members.processes,
         )
-
-    def _address(self) -> str:
-        """Return the address on which this rank listens for the group."""
-        rank = self.plan.membership.rank
-        return listening_address(self.members, rank) if len(self.members) > 1 else self.members[rank].address
 
     def _planes(self, use_device_communicator: bool) -> tuple[HostPlane, DeviceCommunicator]:
         """Choose the group's planes, and connect them."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import ipaddress
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement import View
 from coordinator.host.process_groups import LOOPBACK
-from shm_broadcast.errors import CapabilityError, SettingsError, UsageError
+from shm_broadcast.errors import SettingsError, UsageError
 
 _SIOCGIFADDR: Final = 0x8915  # netdevice(7)
 
@@ -130,30 +128,3 @@ def own_address(interface: str | None, store: dist.Store) -> str:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return routed_address(store.host, store.port) if isinstance(store, dist.TCPStore) else LOOPBACK
-
-
-def listening_address(views: Mapping[int, View], rank: int) -> str:
-    """Return the address to listen on: loopback if it reaches all ranks, else the address this rank announced.
-
-    This is a pure function of views that are equal on all ranks, so all ranks choose the same kind of address.
-
-    Raises:
-        CapabilityError: Ranks are on several hosts, and one of them announced a loopback address.
-    """
-    own = views[rank].process
-    if all(own.shares_loopback(view.process) for view in views.values()):
-        return LOOPBACK
-    for member, view in sorted(views.items()):
-        if ipaddress.ip_address(view.address).is_loopback:
-            other, seen = next(
-                (other, seen)
-                for other, seen in sorted(views.items())
-                if not view.process.shares_loopback(seen.process)
-            )
-            raise CapabilityError(
-                f"rank {member} on host {view.process.hostname} announced {view.address}, which rank {other} on "
-                f"host {seen.process.hostname} ({seen.address}) cannot reach; use the master's address on the "
-                "network that connects the hosts, or set GROUP_COORDINATOR_INTERFACE",
-                requirement="an address that the other hosts can reach",
-            )
-    return views[rank].address

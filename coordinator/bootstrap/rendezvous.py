@@ -24,16 +24,17 @@ from urllib.parse import SplitResult, urlsplit
 import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
-from coordinator.bootstrap.agreement import View, agree
+from coordinator.bootstrap.agreement import agree
 from coordinator.bootstrap.blocking_calls import ask_store, connect_watched, run_interruptibly, torch_error
-from coordinator.bootstrap.membership import listening_address, own_address
+from coordinator.bootstrap.membership import own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
-from coordinator.host.process_groups import GLOO, GlooOptions, gloo_at, set_own_world
+from coordinator.bootstrap.views import View
+from coordinator.host.process_groups import GLOO, LOOPBACK, GlooOptions, gloo_at, set_own_world
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
+from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
 
 _WORLD: Final = "group_coordinator/world"
 
@@ -415,7 +416,7 @@ def _connect(
         views = agree(
             world_store, "the world", rank, ranks, View(facts, own, address), settings.create_timeout_s
         )
-    listening = listening_address(views, rank)
+    listening = views.listening_address(LOOPBACK)
 
     def init() -> None:
         # Lazy, because our groups do not use the world's process group: a connected mesh costs 5 to 15 ms at start and
@@ -430,8 +431,6 @@ def _connect(
             )
         set_own_world(dist.group.WORLD, listening)
 
-    processes = {other: view.process for other, view in views.items()}
-    others = {other: process for other, process in processes.items() if other != rank}
-    with closing(PeerWatch(own, others)) as watch, clock.phase("gloo"):
+    with closing(views.watch()) as watch, clock.phase("gloo"):
         connect_watched(init, "world", f"connecting the world (rank {rank} of {len(ranks)})", watch)
-    return processes
+    return views.processes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from typing import Any, Final
 
@@ -13,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from coordinator.bootstrap.agreement import View, agree
+from coordinator.bootstrap.agreement import agree
 from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.creation import PROTOCOL_VERSION, give_up
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
-from coordinator.bootstrap.membership import Membership, listening_address, own_address
+from coordinator.bootstrap.membership import Membership, own_address
 from coordinator.bootstrap.recording import begin_record
+from coordinator.bootstrap.views import View, Views
 from coordinator.bootstrap.world import World
-from coordinator.host.process_groups import GlooOptions, build_gloo_backend
+from coordinator.host.process_groups import LOOPBACK, GlooOptions, build_gloo_backend
 from coordinator.settings import CoordinatorSettings
 from coordinator.torch_backend.errors import for_torch
 from coordinator.torch_backend.process_group import BACKEND, BackendProcessGroup
@@ -92,8 +92,8 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
         except BaseException as error:
             give_up([], error, [status_store(plan, store)] if agreed.is_set() else [])
             raise
-        if len({view.host_id for view in views.values()}) > 1:
-            return build_gloo_backend(options, GlooOptions(listening_address(views, rank)))
+        if not views.share_memory:
+            return build_gloo_backend(options, GlooOptions(views.listening_address(LOOPBACK)))
         builder = GroupBuilder(
             plan,
             region,
@@ -105,8 +105,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
             world=World(rank, max(ranks) + 1, store),
         )
         parts = _build(builder, time.perf_counter() - started)
-    processes = {member: view.process for member, view in views.items()}
-    return BackendProcessGroup(parts, processes, options.store, store, timeout_s)
+    return BackendProcessGroup(parts, views.processes, options.store, store, timeout_s)
 
 
 def _facts(plan: GroupPlan, settings: CoordinatorSettings) -> dict[str, str]:
@@ -119,9 +118,7 @@ def _facts(plan: GroupPlan, settings: CoordinatorSettings) -> dict[str, str]:
     }
 
 
-def _agree(
-    store: dist.Store, plan: GroupPlan, own: View, timeout_s: float, agreed: threading.Event
-) -> Mapping[int, View]:
+def _agree(store: dist.Store, plan: GroupPlan, own: View, timeout_s: float, agreed: threading.Event) -> Views:
     """Exchange views with the group's ranks, watching those that the default group knows."""
     rank, ranks = plan.membership.rank, plan.membership.ranks
     world = dist.group.WORLD if dist.is_initialized() else None

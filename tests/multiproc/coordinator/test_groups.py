@@ -28,11 +28,12 @@ from coordinator import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from coordinator.bootstrap import creation, group_builder
+from coordinator.bootstrap import creation
 from coordinator.bootstrap.agreement import LINGER_S
 from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.bootstrap.group_parts import GroupParts
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
+from coordinator.bootstrap.views import Views
 from coordinator.groups import DIMENSIONS
 from device_comm.cpu import shared_memory
 from tests.engines import refusal, works
@@ -326,7 +327,7 @@ def unreachable(rank: int, world_size: int, directory: Path) -> None:
         before, start = pidfds(), time.monotonic()
         refusal = CapabilityError("loopback", requirement="an address")
         with (
-            mock.patch.object(group_builder, "listening_address", side_effect=refusal),
+            mock.patch.object(Views, "listening_address", side_effect=refusal),
             pytest.raises(CapabilityError, match="loopback") as caught,
         ):
             new_group(everyone)

@@ -119,7 +119,7 @@ def test_loopback_between_hosts_is_refused_with_both_addresses(two_hosts: Found,
     """The error on every rank names a rank that announces loopback to another host, and shows both addresses."""
     for each in two_hosts[scenario]:
         assert each["kind"] == "CapabilityError", each
-        assert "announced 127.0.0.1" in each["text"]
+        assert "announced a loopback address (127.0.0.1)" in each["text"]
         assert ("(10.77.0.1)" if scenario == "loopback on one" else "(127.0.0.1)") in each["text"]
         assert "GROUP_COORDINATOR_INTERFACE" in each["text"]
 

@@ -1,8 +1,10 @@
 """Ranks agree on the facts of a group; threads stand for ranks, over each of torch's stores."""
 
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement import View, agree
+from coordinator.bootstrap.agreement import agree
+from coordinator.bootstrap.views import View
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, NativeError, PeerLostError
 from shm_broadcast.liveness import this_process
+from tests.counting_store import CountingStore, Traffic
 
 FACTS = {"world_size": "3", "backend": "gloo"}
 # What must happen at once may take this long on a busy machine; deadlines that must not matter are a minute.
@@ -57,11 +61,11 @@ def agree_in_threads(
 
 
 def test_ranks_that_hold_the_same_get_everybodys_view(store_of: StoreOf) -> None:
-    """Each rank gets all views by rank; facts that may differ do."""
+    """Each rank gets the views on its kernel, here all, by rank; facts that may differ do."""
     views = {rank: view(f"10.0.0.{rank}") for rank in (4, 5, 7)}
     outcomes = agree_in_threads(store_of, views, [4, 5, 7])
     for outcome in outcomes.values():
-        assert {rank: (seen.process, seen.address) for rank, seen in outcome.items()} == {
+        assert {rank: (seen.process, seen.address) for rank, seen in outcome.near.items()} == {
             rank: (own.process, own.address) for rank, own in views.items()
         }
 
@@ -70,7 +74,7 @@ def test_ranks_may_come_in_any_order(store_of: StoreOf) -> None:
     """A rank that arrives many polls later is waited for."""
     views = {rank: view() for rank in (2, 0, 1)}
     outcomes = agree_in_threads(store_of, views, [0, 1, 2], delay_s=0.3)
-    assert all(outcome.keys() == views.keys() for outcome in outcomes.values())
+    assert all(outcome.near.keys() == views.keys() for outcome in outcomes.values())
 
 
 def test_one_that_holds_something_else_makes_all_raise(store_of: StoreOf) -> None:
@@ -128,22 +132,29 @@ def test_two_processes_with_one_rank_are_refused(store_of: StoreOf) -> None:
 
 
 def test_a_rank_that_has_died_is_named(store_of: StoreOf) -> None:
-    """Ranks that wait for others raise if the process behind a view no longer exists."""
+    """A rank that waits looks who else has come, and raises if the process behind a view no longer exists."""
     dead = view()
     dead = msgspec.structs.replace(dead, process=msgspec.structs.replace(dead.process, start_ticks=1))
-    store_of().set("view/1", msgspec.json.encode(dead).decode())
+    # As `Attendance` writes them.
+    store: Any = store_of()
+    store.set("view/1", msgspec.json.encode(dead).decode())
+    store.append(f"kernel/{dead.process.boot_id}", "1 ")
     (error,) = agree_in_threads(store_of, {0: view()}, [0, 1, 2]).values()
     assert isinstance(error, PeerLostError)
     assert error.peers == (1,)
 
 
 class FailingStore:
-    """A store whose host disappears after two requests, or hangs once."""
+    """A store whose host disappears after two requests, or is stopped for a while then."""
 
     def __init__(self, hang_s: float | None) -> None:
         self._store = dist.HashStore()
         self._hang_s = hang_s
         self._asked = 0
+        self._answers_at = float("inf")
+
+    def clone(self) -> "FailingStore":
+        return self
 
     def __getattr__(self, name: str) -> Any:
         def ask(*args: Any) -> Any:
@@ -151,7 +162,9 @@ class FailingStore:
             if self._asked > 2 and self._hang_s is None:
                 raise RuntimeError("Connection reset by peer")
             if self._asked == 3:
-                time.sleep(self._hang_s or 0.0)
+                self._answers_at = time.monotonic() + (self._hang_s or 0.0)
+            if self._asked >= 3:
+                time.sleep(max(self._answers_at - time.monotonic(), 0.0))
             return getattr(self._store, name)(*args)
 
         return ask
@@ -176,3 +189,137 @@ def test_a_store_that_hangs_does_not_outlast_the_deadline() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("group-coordinator"):
             thread.join(PROMPT_S)
+
+
+def host_view(host: int, **facts: str) -> View:
+    """Return the view of a rank on one of several hosts; only this one's processes can be watched from here."""
+    own = view(f"10.0.0.{host + 1}", **facts)
+    elsewhere = msgspec.structs.replace(own.process, boot_id=f"kernel-{host}", hostname=f"node-{host}")
+    return msgspec.structs.replace(own, process=elsewhere, host_id=f"memory-{host}", note="n" * 40)
+
+
+@pytest.fixture
+def tcp_store() -> Iterator[Callable[[], dist.Store]]:
+    """Return a function that connects to a store over TCP."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    kept = [
+        dist.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    ]
+    yield lambda: dist.TCPStore("127.0.0.1", port, 1, False, wait_for_workers=False)
+    kept.clear()
+
+
+def prefixed(tcp_store: Callable[[], dist.Store], prefix: str) -> dist.Store:
+    return dist.PrefixStore(prefix, tcp_store())
+
+
+def agree_counted(
+    tcp_store: Callable[[], dist.Store], views: dict[int, View], late_s: float
+) -> tuple[dict[int, Any], dict[int, Traffic]]:
+    """Let ranks agree, the last one late; return each result or error, and what each asked the store."""
+    traffic = {rank: Traffic() for rank in views}
+    last = max(views)
+    outcomes: dict[int, Any] = {}
+
+    def body(rank: int) -> None:
+        store: Any = CountingStore(tcp_store(), traffic[rank])
+        time.sleep(late_s if rank == last else 0.0)
+        try:
+            outcomes[rank] = agree(store, "the world", rank, list(views), views[rank], 60.0)
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in views]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PROMPT_S)
+        assert not thread.is_alive()
+    return outcomes, traffic
+
+
+@pytest.mark.guarantee("D92")
+@pytest.mark.parametrize("late_s", [0.0, 2.5])
+def test_a_rank_asks_the_store_for_few_things_however_late_the_last_one_comes(
+    tcp_store: Callable[[], dist.Store], late_s: float
+) -> None:
+    """Twenty ranks on four hosts: eight questions each, and while they wait one a second and what is new."""
+    views = {rank: host_view(rank // 5) for rank in range(20)}
+    outcomes, traffic = agree_counted(tcp_store, views, late_s)
+    for rank, found in outcomes.items():
+        assert found.near == {
+            other: msgspec.structs.replace(found.near[other], facts={})
+            for other in range(rank // 5 * 5, rank // 5 * 5 + 5)
+        }
+        assert list(found.host_ids) == list(views)
+        assert len(set(found.host_ids.values())) == 4
+        # Which of them is the last to come, and therefore writes for all, is a matter of time.
+        if not traffic[rank].wrote_outcome:
+            assert len(traffic[rank].names) <= 8 + 2 * int(late_s), traffic[rank].names
+            assert traffic[rank].received <= 1024 + 300 * 5
+
+
+@pytest.mark.guarantee("D92")
+def test_what_a_rank_receives_does_not_grow_with_other_hosts(tcp_store: Callable[[], dist.Store]) -> None:
+    """With twelve hosts a rank gets a few bytes more than with three: their names."""
+    received = []
+    for hosts in (3, 12):
+        views = {rank: host_view(rank // 4) for rank in range(4 * hosts)}
+        connect = partial(prefixed, tcp_store, str(hosts))
+        outcomes, traffic = agree_counted(connect, views, 0.0)
+        assert all(len(found.near) == 4 for found in outcomes.values())
+        received.append(min(each.received for each in traffic.values()))
+    assert received[1] - received[0] < 9 * 40
+
+
+def test_facts_are_shown_only_where_they_differ(tcp_store: Callable[[], dist.Store]) -> None:
+    """Facts are long; a rank that holds those of the first one sends their digest alone."""
+    long = "x" * 5000
+    views = {rank: host_view(0, groups=long) for rank in range(6)}
+    _, traffic = agree_counted(tcp_store, views, 0.0)
+    assert sorted(each.sent > 5000 for each in traffic.values()) == [False] * 5 + [True]
+
+
+def test_missing_ranks_are_listed_by_one_rank(tcp_store: Callable[[], dist.Store]) -> None:
+    """Ranks that meet their deadline at once do not all list who is missing: three questions per rank in all."""
+    ranks = list(range(20))
+    traffic = {rank: Traffic() for rank in ranks[:-1]}
+    errors: dict[int, CommTimeoutError] = {}
+
+    def body(rank: int) -> None:
+        store: Any = CountingStore(tcp_store(), traffic[rank])
+        with pytest.raises(CommTimeoutError) as caught:
+            agree(store, "the world", rank, ranks, host_view(0), 0.5)
+        errors[rank] = caught.value
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in traffic]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PROMPT_S)
+        assert not thread.is_alive()
+    assert {error.missing for error in errors.values()} == {(19,)}
+    # Up to the wait a rank has asked five things: it proposes, claims, introduces itself, comes and waits.
+    behind = [names[5:] for names in (each.names for each in traffic.values())]
+    assert sum(names.count("add") - 1 for names in behind) <= 3 * len(ranks)
+
+
+def test_a_death_is_told_to_ranks_that_cannot_see_it(tcp_store: Callable[[], dist.Store]) -> None:
+    """Rank 0 shares a kernel with the dead one and writes the outcome; rank 1 on another host names it too."""
+    dead = view()
+    dead = msgspec.structs.replace(dead, process=msgspec.structs.replace(dead.process, start_ticks=1))
+    store: Any = tcp_store()
+    store.set("view/2", msgspec.json.encode(dead).decode())
+    store.append(f"kernel/{dead.process.boot_id}", "2 ")
+    outcomes = agree_in_threads(tcp_store, {0: view(), 1: host_view(1)}, [0, 1, 2, 3])
+    assert all(isinstance(error, PeerLostError) and error.peers == (2,) for error in outcomes.values())
+
+
+def test_a_rank_that_dies_while_it_lists_is_replaced(tcp_store: Callable[[], dist.Store]) -> None:
+    """The claim of the first second after the deadline is taken; the rank claims the next one."""
+    store = tcp_store()
+    store.add("lists/0", 1)
+    (error,) = agree_in_threads(tcp_store, {0: view()}, [0, 1], timeout_s=0.2).values()
+    assert isinstance(error, CommTimeoutError)
+    assert error.missing == (1,)

@@ -1,0 +1,87 @@
+"""Where ranks are, packed for the store, and what follows from it."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.bootstrap.views import Place, Places, View, Views
+from shm_broadcast.errors import CapabilityError
+from shm_broadcast.liveness import this_process
+
+
+def view(host: int, address: str = "", memory: str = "", namespace: int = 1) -> View:
+    process = msgspec.structs.replace(
+        this_process(), boot_id=f"boot-{host}", hostname=f"node-{host}", network_namespace=namespace
+    )
+    return View({}, process, address or f"10.0.0.{host + 1}", memory or f"memory-{host}")
+
+
+def views_of(rank: int, views: list[View]) -> Views:
+    own = views[rank].process.boot_id
+    near = {other: each for other, each in enumerate(views) if each.process.boot_id == own}
+    return Views(rank, range(len(views)), near, Places.of(views))
+
+
+places = st.builds(Place, st.integers(0, 4), st.integers(0, 9), st.integers(0, 9), st.booleans())
+
+
+@given(st.lists(places, max_size=40))
+def test_places_arrive_as_they_were(found: list[Place]) -> None:
+    """Any placement is packed and unpacked unchanged."""
+    names = [f"node-{kernel}" for kernel in range(5)]
+    packed = Places.decode(Places(found, names).encode())
+    assert list(packed) == found
+    assert list(packed.hostnames) == names
+
+
+@pytest.mark.parametrize("packed", [b"", b"abc", Places([Place(3, 0, 0, False)], ["one"]).encode()])
+def test_damaged_places_are_refused(packed: bytes) -> None:
+    """A value that no rank has written is an error of its own type."""
+    with pytest.raises(msgspec.MsgspecError):
+        Places.decode(packed)
+
+
+def test_regular_places_of_many_ranks_take_little_room() -> None:
+    """10,000 ranks, eight on each of 1,250 hosts: the names of the hosts are most of it."""
+    assert len(Places.of(view(rank // 8) for rank in range(10_000)).encode()) < 6000
+    assert len(Places.of(view(rank // 8) for rank in range(1000)).encode()) < 1000
+
+
+def test_ranks_of_one_host_listen_on_loopback() -> None:
+    """Others need the address that the rank announced."""
+    alone = [view(0), view(0)]
+    assert views_of(0, alone).listening_address("127.0.0.1") == "127.0.0.1"
+    apart = [view(0), view(1)]
+    assert views_of(1, apart).listening_address("127.0.0.1") == "10.0.0.2"
+    # Two containers of one host share no loopback.
+    containers = [view(0, namespace=1), view(0, namespace=2)]
+    assert views_of(0, containers).listening_address("127.0.0.1") == "10.0.0.1"
+
+
+def test_a_loopback_address_that_others_cannot_reach_is_refused_by_all() -> None:
+    """Whoever knows the addresses adds them."""
+    views = [view(0), view(1, "127.0.0.1"), view(1)]
+    texts = []
+    for rank in range(3):
+        with pytest.raises(CapabilityError) as caught:
+            views_of(rank, views).listening_address("127.0.0.1")
+        texts.append(str(caught.value))
+    assert all("rank 1 on host node-1 announced a loopback address" in text for text in texts)
+    assert all("which rank 0 on host node-0" in text for text in texts)
+    assert "(127.0.0.1)" in texts[1]
+
+
+def test_a_part_of_the_ranks_is_known_as_the_whole_is() -> None:
+    """Only ranks of the part count: whether they share memory, who is watched, and what is said of others."""
+    views = [view(0), view(0), view(1)]
+    known = views_of(0, views)
+    assert not known.share_memory
+    assert known.of([0, 1]).share_memory
+    assert known.of([0, 2]).ranks == (0, 2)
+    watch = known.watch()
+    try:
+        assert watch.describe(2) == "on host node-1, state not visible from here"
+        assert watch.describe(7) == "no process known"
+    finally:
+        watch.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["CountingStore", "Traffic"]
@@ -29,14 +30,19 @@ class Traffic:
 
 
 class CountingStore:
-    """Passes operations on to a store of torch, also over connections that were cloned off it, and counts them."""
+    """Passes operations on to a store of torch, and counts them.
 
-    def __init__(self, store: Any, traffic: Traffic) -> None:
-        self._store = store
+    Both of its connections are opened at once: torch looks up a name for each, which takes seconds here if many threads
+    do it together.
+    """
+
+    def __init__(self, connect: Callable[[], Any], traffic: Traffic) -> None:
+        self._store = connect()
+        self._other = connect()
         self._traffic = traffic
 
     def clone(self) -> CountingStore:
-        return CountingStore(self._store.clone(), self._traffic)
+        return CountingStore(lambda: self._other, self._traffic)
 
     def __getattr__(self, name: str) -> Any:
         def ask(*args: Any) -> Any:

@@ -16,9 +16,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import msgspec
 import torch.distributed as dist
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from coordinator.bootstrap import outcomes
 from coordinator.bootstrap.attendance import Attendance
 from coordinator.bootstrap.blocking_calls import ask_store, raise_if_lost, run_interruptibly, torch_error
+from coordinator.bootstrap.connections import SpareConnection
 from coordinator.bootstrap.outcomes import Complete, Dissent, Failure, Outcome, Proposal
 from coordinator.bootstrap.views import Places, View, Views
 from shm_broadcast.errors import CommError, CommTimeoutError, DisagreementError, NativeError, PeerLostError
@@ -59,6 +61,7 @@ def agree(
     timeout_s: float,
     watch: PeerWatch | None = None,
     agreed: threading.Event | None = None,
+    connect: Callable[[], AbstractContextManager[dist.Store]] | None = None,
 ) -> Views:
     """Exchange views with all of `ranks`.
 
@@ -73,6 +76,7 @@ def agree(
         timeout_s: Deadline in seconds.
         watch: The other ranks' processes, if they are already known.
         agreed: Set once this rank knows that all have agreed, also if it is interrupted then: the others go on.
+        connect: Lends a connection to `store` that no other thread uses; None opens one.
 
     Returns:
         What this rank knows of the others, without the facts, which are equal.
@@ -86,7 +90,10 @@ def agree(
     """
     where = f"creating {what} (rank {rank})"
     view = msgspec.structs.replace(view, nonce=secrets.token_hex(8))
-    agreement = _Agreement(store, where, rank, ranks, view, timeout_s, watch, agreed or threading.Event())
+    connect = connect or partial(SpareConnection().lent, store)
+    agreement = _Agreement(
+        store, connect, where, rank, ranks, view, timeout_s, watch, agreed or threading.Event()
+    )
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
     except CommError:
@@ -135,6 +142,7 @@ class _Agreement:
     """
 
     _store: dist.Store
+    _connect: Callable[[], AbstractContextManager[dist.Store]]
     _where: str
     _rank: int
     _ranks: Sequence[int]
@@ -146,6 +154,7 @@ class _Agreement:
     _has_joined: bool = False
     _started: float = dataclasses.field(default_factory=time.monotonic)
     _next_look_s: float = LOOK_EVERY_S
+    _next_claim_s: float = 0.0
     # Whether it is this rank that lists who is missing.
     _lists: bool = False
     # The ranks on this kernel that have come, if the caller knows no processes.
@@ -161,9 +170,10 @@ class _Agreement:
 
     def exchange(self) -> Views:
         """Publish this rank's view, compare the facts, and wait for the outcome."""
-        # torch locks a connection while it waits, and others of this process use the given one.
-        connection: Any = self._store  # torch's stubs do not know `clone`
-        store: dist.Store = connection.clone()
+        with self._connect() as store:
+            return self._exchange(store)
+
+    def _exchange(self, store: dist.Store) -> Views:
         attendance = Attendance(store, self._rank, self._ranks)
         self._has_joined = True
         outcome = self._compare(store, attendance)
@@ -193,11 +203,14 @@ class _Agreement:
         waited_s = time.monotonic() - self._started
         if waited_s >= self._hung_after_s:
             raise self._unanswered()
-        if waited_s < self._next_look_s and waited_s < self._timeout_s:
+        if waited_s < min(self._next_look_s, self._timeout_s):
+            return
+        is_late = waited_s >= self._timeout_s
+        if is_late and waited_s < self._next_claim_s and not self._lists:
             return
         self._next_look_s = waited_s + LOOK_EVERY_S
         try:
-            ask_store(self._look if waited_s < self._timeout_s else self._give_up, self._where, ANSWER_S)
+            ask_store(self._give_up if is_late else self._look, self._where, ANSWER_S)
         except CommTimeoutError:
             if time.monotonic() - self._started >= self._timeout_s:
                 raise self._unanswered() from None
@@ -280,8 +293,9 @@ class _Agreement:
         If that one dies meanwhile, the first one of the next second does it.
         """
         late_s = time.monotonic() - self._started - self._timeout_s
-        claim = f"lists/{int(late_s / LINGER_S)}"
-        self._lists = self._lists or self._store.add(claim, 1) == 1
+        second = int(late_s / LINGER_S)
+        self._next_claim_s = self._timeout_s + (second + 1) * LINGER_S
+        self._lists = self._lists or self._store.add(f"lists/{second}", 1) == 1
         if not self._lists:
             return
         present = Attendance(self._store, self._rank, self._ranks).present()

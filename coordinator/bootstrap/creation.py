@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -67,7 +68,8 @@ def create_parts(
         host_ids: Host id of each rank, if already known.
         on_agreed: Called when the ranks have agreed.
     """
-    scoped = dist.PrefixStore(f"group_coordinator/{round_name}", world.store)
+    prefix = f"group_coordinator/{round_name}"
+    scoped = dist.PrefixStore(prefix, world.store)
     _record(world, settings, scoped, what)
     store, rank, device = world.store, world.rank, device_of(backend, local_rank)
     every_fact = {
@@ -90,7 +92,17 @@ def create_parts(
             started = time.perf_counter()
             # A rank that has died since it joined the world will not join: the others need not wait for it.
             with closing(PeerWatch(own.process, world.processes_of(set(everyone) - {rank}))) as watch:
-                views = agree(scoped, what, rank, everyone, own, settings.create_timeout_s, watch, agreed)
+                views = agree(
+                    scoped,
+                    what,
+                    rank,
+                    everyone,
+                    own,
+                    settings.create_timeout_s,
+                    watch,
+                    agreed,
+                    partial(world.spare_connection().lent, store, prefix),
+                )
             _call(to_call)
             agreement_s = time.perf_counter() - started
             for plan, region, own_store in zip(plans, regions, stores, strict=True):

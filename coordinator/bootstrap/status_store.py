@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.bootstrap.connections import connection_of_its_own
 from device_comm.health import Arrival, FailureRecord, StatusStore
 from shm_broadcast.errors import CommTimeoutError, NativeError
 
@@ -62,8 +63,8 @@ class WorldStatusStore:
     @contextmanager
     def own_connection(self) -> Iterator[None]:
         """Ask over a connection of its own in the block: torch locks the usual one while it waits for other ranks."""
-        shared: Any = self._store  # torch's stubs do not know `clone`
-        self._store = self._ask(shared.clone, shared)
+        shared = self._store
+        self._store = self._ask(lambda: connection_of_its_own(shared), shared)
         try:
             yield
         finally:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Collection, Mapping
+from typing import Final
 
 import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.bootstrap.connections import SpareConnection
 from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.rendezvous import (
     is_started_elastic,
@@ -75,6 +78,7 @@ class World:
         self._leave = leave
         self._processes = processes or {}
         self._line = line
+        self._spare = SpareConnection()
         own_page().set_rank(rank, size)
         self.is_torch: bool = leave is None
 
@@ -134,6 +138,11 @@ class World:
         key, own = f"used/{what}", str(line.epoch)
         return int(ask_store(lambda: line.store.compare_set(key, "", own), f"first use of {what}", timeout_s))
 
+    def spare_connection(self) -> SpareConnection:
+        """Return what lends a connection to `store` of one's own; a torch world has one for all objects like this."""
+        world = dist.group.WORLD
+        return self._spare if not self.is_torch or world is None else _spare_of(world)
+
     def show(self) -> None:
         """Show this process's rank in the status page, once the epoch of this world has begun."""
         own_page().change_rank(self.rank, self.size)
@@ -165,7 +174,16 @@ class World:
             return
         leave()
         self._store, self._leave = None, _nothing
+        self._spare.drop()
         fork_guard.release(store)
+
+
+# By torch's world, which it must not outlive: it connects to the store of that world.
+_spares: Final = weakref.WeakKeyDictionary[dist.ProcessGroup, SpareConnection]()
+
+
+def _spare_of(world: dist.ProcessGroup) -> SpareConnection:
+    return _spares.setdefault(world, SpareConnection())
 
 
 def _nothing() -> None:

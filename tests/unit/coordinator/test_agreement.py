@@ -204,7 +204,15 @@ def tcp_store() -> Iterator[Callable[[], dist.Store]]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     kept = [
-        dist.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        dist.TCPStore(
+            "127.0.0.1",
+            port,
+            1,
+            True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=False,
+        )
     ]
     yield lambda: dist.TCPStore("127.0.0.1", port, 1, False, wait_for_workers=False)
     kept.clear()
@@ -219,14 +227,14 @@ def agree_counted(
 ) -> tuple[dict[int, Any], dict[int, Traffic]]:
     """Let ranks agree, the last one late; return each result or error, and what each asked the store."""
     traffic = {rank: Traffic() for rank in views}
+    stores: dict[int, Any] = {rank: CountingStore(tcp_store, traffic[rank]) for rank in views}
     last = max(views)
     outcomes: dict[int, Any] = {}
 
     def body(rank: int) -> None:
-        store: Any = CountingStore(tcp_store(), traffic[rank])
         time.sleep(late_s if rank == last else 0.0)
         try:
-            outcomes[rank] = agree(store, "the world", rank, list(views), views[rank], 60.0)
+            outcomes[rank] = agree(stores[rank], "the world", rank, list(views), views[rank], 60.0)
         except Exception as error:
             outcomes[rank] = error
 
@@ -285,12 +293,12 @@ def test_missing_ranks_are_listed_by_one_rank(tcp_store: Callable[[], dist.Store
     """Ranks that meet their deadline at once do not all list who is missing: three questions per rank in all."""
     ranks = list(range(20))
     traffic = {rank: Traffic() for rank in ranks[:-1]}
+    stores: dict[int, Any] = {rank: CountingStore(tcp_store, traffic[rank]) for rank in traffic}
     errors: dict[int, CommTimeoutError] = {}
 
     def body(rank: int) -> None:
-        store: Any = CountingStore(tcp_store(), traffic[rank])
         with pytest.raises(CommTimeoutError) as caught:
-            agree(store, "the world", rank, ranks, host_view(0), 0.5)
+            agree(stores[rank], "the world", rank, ranks, host_view(0), 1.0)
         errors[rank] = caught.value
 
     threads = [threading.Thread(target=body, args=(rank,)) for rank in traffic]

@@ -13,13 +13,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement import LINGER_S, agree, decline
+from coordinator.bootstrap.agreement.agreeing import LINGER_S, agree, decline
+from coordinator.bootstrap.agreement.views import View, Views
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import own_address
 from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.status_store import WorldStatusStore
-from coordinator.bootstrap.views import View
 from coordinator.bootstrap.world import World
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
@@ -69,8 +69,7 @@ def create_parts(
         on_agreed: Called when the ranks have agreed.
     """
     prefix = f"group_coordinator/{round_name}"
-    scoped = dist.PrefixStore(prefix, world.store)
-    _record(world, settings, scoped, what)
+    _record(world, settings, dist.PrefixStore(prefix, world.store), what)
     store, rank, device = world.store, world.rank, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),
@@ -90,19 +89,7 @@ def create_parts(
             address = own_address(settings.interface, store)
             own = View(every_fact, this_process(), address, shared_memory.host_id(), offers)
             started = time.perf_counter()
-            # A rank that has died since it joined the world will not join: the others need not wait for it.
-            with closing(PeerWatch(own.process, world.processes_of(set(everyone) - {rank}))) as watch:
-                views = agree(
-                    scoped,
-                    what,
-                    rank,
-                    everyone,
-                    own,
-                    settings.create_timeout_s,
-                    watch,
-                    agreed,
-                    partial(world.spare_connection().lent, store, prefix),
-                )
+            views = _agree(world, prefix, what, everyone, own, settings.create_timeout_s, agreed)
             _call(to_call)
             agreement_s = time.perf_counter() - started
             for plan, region, own_store in zip(plans, regions, stores, strict=True):
@@ -127,6 +114,24 @@ def create_parts(
                 unbuilt = [status_store(*each) for each in zip(plans, stores, strict=True)][len(builders) :]
             give_up(builders, error, unbuilt)
             raise
+
+
+def _agree(
+    world: World,
+    prefix: str,
+    what: str,
+    ranks: Sequence[int],
+    own: View,
+    timeout_s: float,
+    agreed: threading.Event,
+) -> Views:
+    """Exchange views with `ranks`, below `prefix` in the store, over a connection of its own."""
+    store = world.store
+    connect = partial(world.spare_connection().lent, store, prefix)
+    # A rank that has died since it joined the world will not join: the others need not wait for it.
+    with closing(PeerWatch(own.process, world.processes_of(set(ranks) - {world.rank}))) as watch:
+        scoped = dist.PrefixStore(prefix, store)
+        return agree(scoped, what, world.rank, ranks, own, timeout_s, watch, agreed, connect)
 
 
 def _record(world: World, settings: CoordinatorSettings, scoped: dist.Store, what: str) -> None:

@@ -13,12 +13,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement import LINGER_S
+from coordinator.bootstrap.agreement.agreeing import LINGER_S
+from coordinator.bootstrap.agreement.views import Views
 from coordinator.bootstrap.blocking_calls import connect_watched
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
 from coordinator.bootstrap.status_store import GroupStatusStore, WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport
-from coordinator.bootstrap.views import Views
 from coordinator.bootstrap.world import World
 from coordinator.host.gloo import GlooHostPlane
 from coordinator.host.plane import HostPlane, SoloHostPlane

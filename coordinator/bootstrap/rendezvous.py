@@ -24,13 +24,13 @@ from urllib.parse import SplitResult, urlsplit
 import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
-from coordinator.bootstrap.agreement import agree
+from coordinator.bootstrap.agreement.agreeing import agree
+from coordinator.bootstrap.agreement.views import View
 from coordinator.bootstrap.blocking_calls import ask_store, connect_watched, run_interruptibly, torch_error
 from coordinator.bootstrap.membership import own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
-from coordinator.bootstrap.views import View
 from coordinator.host.process_groups import GLOO, LOOPBACK, GlooOptions, gloo_at, set_own_world
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError

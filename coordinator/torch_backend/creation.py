@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from coordinator.bootstrap.agreement import agree
+from coordinator.bootstrap.agreement.agreeing import agree
+from coordinator.bootstrap.agreement.views import View, Views
 from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.creation import PROTOCOL_VERSION, give_up
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import Membership, own_address
 from coordinator.bootstrap.recording import begin_record
-from coordinator.bootstrap.views import View, Views
 from coordinator.bootstrap.world import World
 from coordinator.host.process_groups import LOOPBACK, GlooOptions, build_gloo_backend
 from coordinator.settings import CoordinatorSettings

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement import ANSWER_S
+from coordinator.bootstrap.agreement.agreeing import ANSWER_S
 from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
 from device_comm.health import GroupHealth, Operation
 from shm_broadcast.errors import ClosedError, CommTimeoutError

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from coordinator.bootstrap import agreement, rendezvous
+from coordinator.bootstrap import rendezvous
+from coordinator.bootstrap.agreement import agreeing
+from coordinator.bootstrap.agreement.attendance import Attendance
 from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.bootstrap.rendezvous import world_processes
 from coordinator.parallel_state import (
@@ -53,14 +55,14 @@ def replace(owner: ModuleType | type, name: str, function: Callable[..., Any]) -
 
 
 def end_when_seen(other: int, end: str) -> None:
-    """Kill or stop this rank, as `end` says, a second after it has seen `other` while it waits for all ranks."""
+    """Kill or stop this rank, as `end` says, two seconds after it has seen `other` while it waits for all ranks."""
 
     def look(self: Any) -> None:
-        if other in self._known:
-            time.sleep(1.0)  # by then `other` has seen this rank too, and can report its death
+        if other in Attendance(self._store, self._rank, self._ranks).present():
+            time.sleep(2.0)  # by then `other` has seen this rank too, and can report its death
             ENDS[end]()
 
-    replace(agreement._Agreement, "raise_if_lost", look)
+    replace(agreeing._Agreement, "raise_if_lost", look)
 
 
 # --- while it is being made -----------------------------------------------------------------------------------

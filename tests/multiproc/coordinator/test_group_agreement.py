@@ -23,8 +23,8 @@ from coordinator import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from coordinator.bootstrap.agreement import agree
-from coordinator.bootstrap.views import View
+from coordinator.bootstrap.agreement.agreeing import agree
+from coordinator.bootstrap.agreement.views import View
 from shm_broadcast.liveness import this_process
 from tests.engines import refusal, works
 from tests.harness import RankPool, run_ranks

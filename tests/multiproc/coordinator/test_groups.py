@@ -29,11 +29,11 @@ from coordinator import (
     model_parallel_is_initialized,
 )
 from coordinator.bootstrap import creation
-from coordinator.bootstrap.agreement import LINGER_S
+from coordinator.bootstrap.agreement.agreeing import LINGER_S
+from coordinator.bootstrap.agreement.views import Views
 from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.bootstrap.group_parts import GroupParts
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
-from coordinator.bootstrap.views import Views
 from coordinator.groups import DIMENSIONS
 from device_comm.cpu import shared_memory
 from tests.engines import refusal, works

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement import agree
-from coordinator.bootstrap.views import View
+from coordinator.bootstrap.agreement.agreeing import agree
+from coordinator.bootstrap.agreement.views import View
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, NativeError, PeerLostError
 from shm_broadcast.liveness import this_process
 from tests.counting_store import CountingStore, Traffic

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.bootstrap.views import Place, Places, View, Views
+from coordinator.bootstrap.agreement.views import Place, Places, View, Views
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import this_process
 

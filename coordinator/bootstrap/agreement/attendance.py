@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.views import View
+from coordinator.bootstrap.agreement.views import View
 
 __all__ = ["Attendance"]
 

@@ -24,12 +24,12 @@ from typing import Final
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap import outcomes
-from coordinator.bootstrap.attendance import Attendance
+from coordinator.bootstrap.agreement import outcomes
+from coordinator.bootstrap.agreement.attendance import Attendance
+from coordinator.bootstrap.agreement.outcomes import Complete, Dissent, Failure, Outcome, Proposal
+from coordinator.bootstrap.agreement.views import Places, View, Views
 from coordinator.bootstrap.blocking_calls import ask_store, raise_if_lost, run_interruptibly, torch_error
 from coordinator.bootstrap.connections import SpareConnection
-from coordinator.bootstrap.outcomes import Complete, Dissent, Failure, Outcome, Proposal
-from coordinator.bootstrap.views import Places, View, Views
 from shm_broadcast.errors import CommError, CommTimeoutError, DisagreementError, NativeError, PeerLostError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch

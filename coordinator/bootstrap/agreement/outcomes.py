@@ -61,31 +61,19 @@ class Complete(msgspec.Struct, frozen=True, tag="complete"):
     places: bytes
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """Why the ranks do not agree.
-
-    Attributes:
-        came: How many ranks had come when it was written, who wait to read it; 0 if that is not known.
-    """
-
-    came: int
-
-    def error(self, where: str, timeout_s: float) -> CommError:
-        """Return what a rank raises; `where` begins the text."""
-        raise NotImplementedError
-
-
-class Dissent(Failure, frozen=True, tag="dissent"):
+class Dissent(msgspec.Struct, frozen=True, tag="dissent"):
     """Ranks hold different facts.
 
     Attributes:
+        came: How many ranks had come when it was written, who wait to read it; 0 if that is not known.
         held: The facts, by rank, of those that had come.
     """
 
+    came: int
     held: dict[int, dict[str, str]]
 
     def error(self, where: str, timeout_s: float) -> CommError:
-        """Return an error with the facts of each rank."""
+        """Return an error with the facts of each rank; `where` begins its text, also in the other failures."""
         views = {
             rank: msgspec.json.encode(facts, order="deterministic").decode()
             for rank, facts in sorted(self.held.items())
@@ -93,14 +81,16 @@ class Dissent(Failure, frozen=True, tag="dissent"):
         return DisagreementError(f"{where}: ranks disagree: {'; '.join(differences(self.held))}", views=views)
 
 
-class Left(Failure, frozen=True, tag="left"):
+class Left(msgspec.Struct, frozen=True, tag="left"):
     """A rank was interrupted, or its process has ended.
 
     Attributes:
+        came: As of `Dissent`.
         rank: The rank.
         reason: What happened to it, as the end of a sentence: `was interrupted (KeyboardInterrupt) and has left`.
     """
 
+    came: int
     rank: int
     reason: str
 
@@ -109,14 +99,16 @@ class Left(Failure, frozen=True, tag="left"):
         return PeerLostError(f"{where}: rank {self.rank} {self.reason}", peers=(self.rank,))
 
 
-class Refused(Failure, frozen=True, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A rank cannot take part.
 
     Attributes:
+        came: As of `Dissent`.
         rank: The rank.
         reason: Its error.
     """
 
+    came: int
     rank: int
     reason: str
 
@@ -128,13 +120,15 @@ class Refused(Failure, frozen=True, tag="refused"):
         )
 
 
-class Missing(Failure, frozen=True, tag="missing"):
+class Missing(msgspec.Struct, frozen=True, tag="missing"):
     """Ranks did not come in time.
 
     Attributes:
+        came: As of `Dissent`.
         ranks: The ranks.
     """
 
+    came: int
     ranks: list[int]
 
     def error(self, where: str, timeout_s: float) -> CommError:
@@ -147,7 +141,9 @@ class Missing(Failure, frozen=True, tag="missing"):
         )
 
 
-Outcome = Complete | Dissent | Left | Refused | Missing
+# Why the ranks do not agree. `error` returns what a rank raises, whose text begins with where it is.
+Failure = Dissent | Left | Refused | Missing
+Outcome = Complete | Failure
 
 _outcome_decoder: Final = msgspec.json.Decoder(Outcome)
 _proposal_decoder: Final = msgspec.json.Decoder(Proposal)
@@ -160,7 +156,7 @@ def propose(store: dist.Store, rank: int, digest: str) -> Proposal:
     return _proposal_decoder.decode(store.compare_set("proposal", "", own))
 
 
-def decide(store: dist.Store, outcome: Outcome | Failure) -> Outcome:
+def decide(store: dist.Store, outcome: Outcome) -> Outcome:
     """Set the outcome for all ranks unless it is set already; return the outcome that counts."""
     counts = store.compare_set(KEY, "", msgspec.json.encode(outcome).decode()).decode()
     # torch's store wakes those that wait for a key when it is set, and not when it is compared and set.

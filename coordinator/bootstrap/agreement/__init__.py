@@ -1,0 +1,1 @@
+"""All ranks agree on the facts of a group through a store, before anything is built."""

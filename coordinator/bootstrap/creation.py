@@ -70,7 +70,7 @@ def create_parts(
     """
     prefix = f"group_coordinator/{round_name}"
     _record(world, settings, dist.PrefixStore(prefix, world.store), what)
-    store, rank, device = world.store, world.rank, device_of(backend, local_rank)
+    store, device = world.store, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},

@@ -198,7 +198,7 @@ class _Agreement:
             self.raise_if_lost()
         except PeerLostError as error:
             lost = error.peers[0]
-            self._tell(lambda came: outcomes.Left(came, lost, "has ended"))
+            self._tell(lambda came: outcomes.Left(came, lost, "has ended"), ANSWER_S)
             raise
         waited_s = time.monotonic() - self._started
         if waited_s >= self._hung_after_s:
@@ -221,7 +221,7 @@ class _Agreement:
         If all have agreed before, nothing is told: they wait for this rank in their groups.
         """
         reason = f"was interrupted ({type(error).__name__}) and has left"
-        self._tell(lambda came: outcomes.Left(came, self._rank, reason))
+        self._tell(lambda came: outcomes.Left(came, self._rank, reason), LEAVE_S)
 
     def raise_if_lost(self) -> None:
         """Raise `PeerLostError` if a rank that is known to have come is dead."""
@@ -312,11 +312,8 @@ class _Agreement:
             missing=stopped,
         )
 
-    def _tell(self, failure_of: Callable[[int], Failure]) -> None:
-        """Tell the others of a failure, if they may have seen this rank, and have not agreed.
-
-        Takes `LEAVE_S` at most.
-        """
+    def _tell(self, failure_of: Callable[[int], Failure], within_s: float) -> None:
+        """Tell the others of a failure, if they may have seen this rank, and have not agreed."""
         if not self._has_joined:
             return
 
@@ -329,7 +326,7 @@ class _Agreement:
 
         # A store that does not answer tells the others nothing. They notice that themselves.
         with suppress(CommTimeoutError, NativeError):
-            ask_store(tell, self._where, LEAVE_S)
+            ask_store(tell, self._where, within_s)
 
     def _told(self, store: dist.Store, failure: Failure) -> CommError:
         """Return the error for `failure` after the others have read it too: this rank may be serving the store."""

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from coordinator.bootstrap import agreement
+from coordinator.bootstrap.agreement import agreeing
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.errors import CommTimeoutError, UsageError
 from coordinator.parallel_state import (
@@ -102,7 +102,7 @@ def join_late(rank: int, world_size: int, directory: Path, late: int) -> list[in
             meet(rank, range(world_size), directory, "polls")
         else:
             # Rank 0 makes the generation and waits for the others in it; rank 1 waits for a generation.
-            owner, name = (DirectoryRendezvous, "_follow") if rank else (agreement._Agreement, "check")
+            owner, name = (DirectoryRendezvous, "_follow") if rank else (agreeing._Agreement, "check")
             stack.enter_context(told_after(3, owner, name, directory / f"polls-{rank}"))
         group = stack.enter_context(world(rank, world_size, directory))
         gathered: list[int] = group.all_gather_object(rank)

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import ipaddress
 import itertools
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +26,7 @@ from coordinator.bootstrap.agreement.views import View
 from coordinator.bootstrap.blocking_calls import ask_store, connect_watched, run_interruptibly, torch_error
 from coordinator.bootstrap.membership import own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
+from coordinator.bootstrap.serving import options_of_server
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
 from coordinator.host.process_groups import GLOO, LOOPBACK, GlooOptions, gloo_at, set_own_world
@@ -355,8 +353,7 @@ def _tcp_store(
     def connect() -> dist.Store:
         options: dict[str, Any] = {}
         if serve:
-            # The store takes over the descriptor; detaching prevents a second close.
-            options = {"master_listen_fd": _listen(host, port).detach(), "use_libuv": False}
+            options = options_of_server(host, port, world_size)
         return dist.TCPStore(
             host, port, world_size, is_master=serve, timeout=timeout, wait_for_workers=False, **options
         )
@@ -372,26 +369,6 @@ def _tcp_store(
                 missing=(0,),
             ) from error
         raise torch_error(f"{where} at {host}:{port}: {error}", "TCPStore") from error
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise UsageError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}") from error
-    if ipaddress.ip_address(str(address[0])).is_unspecified:
-        raise UsageError(
-            f"rank 0 does not listen on the wildcard address {host}:{port}, because any host could connect: "
-            "use the address at which the other ranks reach this host"
-        )
-    try:
-        return socket.create_server(address, family=family, backlog=2048)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise UsageError(
-            f"rank 0 cannot listen on {host}:{port} ({reason}): the address must belong to this host, "
-            "and the port must be free"
-        ) from error
 
 
 def _connect(

@@ -1,0 +1,70 @@
+"""How rank 0 serves the store of a world: on one address, and with a descriptor for each connection."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import resource
+import socket
+from typing import Any, Final
+
+from shm_broadcast.errors import UsageError
+
+__all__ = ["options_of_server"]
+
+# Each rank connects once for everything, once to wait in agreements, and once while it connects Gloo.
+_CONNECTIONS_PER_RANK: Final = 3
+# What this process may have open besides: libraries, segments, sockets of its groups.
+_OTHER_DESCRIPTORS: Final = 512
+# torch's older server asks the kernel about all connections for every request, libuv's does not. A process that has
+# used libuv keeps a pipe of it for ever, so small worlds do without.
+_RANKS_FOR_LIBUV: Final = 128
+
+
+def options_of_server(host: str, port: int, world_size: int) -> dict[str, Any]:
+    """Return what a `TCPStore` that serves `world_size` ranks takes: a descriptor that listens there, and the server.
+
+    Raises the limit of open descriptors of this process if so many ranks need it.
+
+    Raises:
+        UsageError: This process cannot listen there, or may not open so many descriptors.
+    """
+    _allow_descriptors(world_size)
+    # The store takes over the descriptor; detaching prevents a second close.
+    return {
+        "master_listen_fd": _listen(host, port).detach(),
+        "use_libuv": world_size >= _RANKS_FOR_LIBUV,
+    }
+
+
+def _allow_descriptors(world_size: int) -> None:
+    needed = _CONNECTIONS_PER_RANK * world_size + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"rank 0 serves the store of {world_size} ranks, which takes {needed} open descriptors, and this process "
+            f"may open {hard}: raise the hard limit (ulimit -Hn {needed}), or let torchrun's agent serve the store"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}") from error
+    if ipaddress.ip_address(str(address[0])).is_unspecified:
+        raise UsageError(
+            f"rank 0 does not listen on the wildcard address {host}:{port}, because any host could connect: "
+            "use the address at which the other ranks reach this host"
+        )
+    try:
+        return socket.create_server(address, family=family, backlog=2048)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise UsageError(
+            f"rank 0 cannot listen on {host}:{port} ({reason}): the address must belong to this host, "
+            "and the port must be free"
+        ) from error

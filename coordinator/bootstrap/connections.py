@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["SpareConnection", "connection_of_its_own"]
+__all__ = ["SpareConnection", "connection_of_its_own", "is_local"]
 
 
 class SpareConnection:
@@ -44,12 +44,17 @@ class SpareConnection:
             self._spare = None
 
 
-def connection_of_its_own(store: dist.Store) -> dist.Store:
-    """Return `store` over a new connection; itself if it is used without one. May block as long as a server does."""
+def is_local(store: dist.Store) -> bool:
+    """Return whether `store` is a file or this process's memory: asking it costs no server anything."""
     base: object = store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
-    if isinstance(base, dist.FileStore | dist.HashStore):
+    return isinstance(base, dist.FileStore | dist.HashStore)
+
+
+def connection_of_its_own(store: dist.Store) -> dist.Store:
+    """Return `store` over a new connection; itself if it is used without one. May block as long as a server does."""
+    if is_local(store):
         return store
     connected: Any = store  # torch's stubs do not know `clone`
     clone: dist.Store = connected.clone()

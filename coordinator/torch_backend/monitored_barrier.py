@@ -15,17 +15,18 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement.agreeing import ANSWER_S
+from coordinator.bootstrap.agreement.agreeing import (
+    ANSWER_S,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    PART_OF_WAIT,
+)
 from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
 from device_comm.health import GroupHealth, Operation
 from shm_broadcast.errors import ClosedError, CommTimeoutError
 
 _NAME: Final = "monitored_barrier"
 _PASSED: Final = "passed"
-# A rank asks the store, which takes 5 to 40 us, and pauses for an eighth of the time waited so far.
-FIRST_PAUSE_S: Final = 0.0002
-LONGEST_PAUSE_S: Final = 0.02
-PART_OF_WAIT: Final = 0.125
 
 
 def wait(store: dist.Store, health: GroupHealth, within_s: float, *, wait_all_ranks: bool) -> None:

@@ -29,8 +29,15 @@ from coordinator.bootstrap.agreement.attendance import Attendance
 from coordinator.bootstrap.agreement.outcomes import Complete, Dissent, Failure, Outcome, Proposal
 from coordinator.bootstrap.agreement.views import Places, View, Views
 from coordinator.bootstrap.blocking_calls import ask_store, raise_if_lost, run_interruptibly, torch_error
-from coordinator.bootstrap.connections import SpareConnection
-from shm_broadcast.errors import CommError, CommTimeoutError, DisagreementError, NativeError, PeerLostError
+from coordinator.bootstrap.connections import SpareConnection, is_local
+from shm_broadcast.errors import (
+    ClosedError,
+    CommError,
+    CommTimeoutError,
+    DisagreementError,
+    NativeError,
+    PeerLostError,
+)
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch
 
@@ -39,6 +46,11 @@ LOOK_EVERY_S: Final = 1.0
 # After a failure a rank keeps the store alive at most this long, so that the others can read the outcome. A rank that
 # joined just before a deadline gets this long to compare its facts.
 LINGER_S: Final = 1.0
+# Where the store is a file or memory, a waiting rank looks itself: the pause between looks is an eighth of the time
+# waited so far, so the outcome is noticed at most that much late.
+FIRST_PAUSE_S: Final = 0.0002
+LONGEST_PAUSE_S: Final = 0.02
+PART_OF_WAIT: Final = 0.125
 # Pauses between two looks at how many have read a failure: this long, or longer in a large group, for the store takes
 # about 6 us for an answer and gets one question of each rank in a pause.
 TOLD_PAUSE_S: Final = 0.02
@@ -161,11 +173,15 @@ class _Agreement:
     _mates: PeerWatch = dataclasses.field(init=False)
     _seen: Mapping[int, View] = dataclasses.field(default_factory=dict)
 
+    # Set when the caller waits no longer.
+    _over: threading.Event = dataclasses.field(default_factory=threading.Event)
+
     def __post_init__(self) -> None:
         self._mates = PeerWatch(self._view.process, {})
 
     def close(self) -> None:
-        """Watch nobody any more."""
+        """Watch nobody any more, and let the other thread end."""
+        self._over.set()
         self._mates.close()
 
     def exchange(self) -> Views:
@@ -183,14 +199,26 @@ class _Agreement:
             places = Places.of(attendance.views(self._ranks).values())
             outcome = outcomes.decide(store, Complete(places.encode()))
         if outcome is None:
-            # A failure comes as an outcome too. `check` has raised before this ends without one.
-            store.wait([outcomes.KEY], timedelta(seconds=self._hung_after_s + ANSWER_S))
+            self._await_outcome(store)
             outcome = outcomes.read(store)
         if not isinstance(outcome, Complete):
             raise self._told(store, outcome)
         self._agreed.set()
         places = Places.decode(outcome.places)
         return Views(self._rank, self._ranks, self._near(attendance, places), places)
+
+    def _await_outcome(self, store: dist.Store) -> None:
+        """Return once there is an outcome; a failure comes as one too."""
+        if not is_local(store):
+            # `check` has raised before this ends without one.
+            store.wait([outcomes.KEY], timedelta(seconds=self._hung_after_s + ANSWER_S))
+            return
+        # A file that was removed, because this rank has left, would keep torch's wait until its deadline.
+        start = time.monotonic()
+        while not store.check([outcomes.KEY]):
+            waited_s = time.monotonic() - start
+            if self._over.wait(min(max(waited_s * PART_OF_WAIT, FIRST_PAUSE_S), LONGEST_PAUSE_S)):
+                raise ClosedError(f"{self._where}: cancelled, the caller no longer waits")
 
     def check(self) -> None:
         """Raise if a rank died, or if the store hangs because its process is stopped. Runs on the caller's thread."""
@@ -335,7 +363,8 @@ class _Agreement:
         with suppress(RuntimeError):  # the rank that serves the store has left
             told = store.add("told", 1)
             while told < (failure.came or len(self._ranks)) and time.monotonic() < end:
-                time.sleep(pause_s)
+                if self._over.wait(pause_s):
+                    break
                 told = store.add("told", 0)
         return failure.error(self._where, self._timeout_s)
 

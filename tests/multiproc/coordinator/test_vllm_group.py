@@ -23,7 +23,7 @@ DEADLINE_S = 20.0
 
 @contextmanager
 def vllm_group(
-    first: GroupCoordinator, current: object = None, **how: bool
+    first: GroupCoordinator, current: object = None, *, use_all2all: bool = False
 ) -> Iterator[VllmGroupCoordinator]:
     """Make a group of the ranks of `first`, where `current` is the configuration of vLLM at the moment."""
     config: Any = types.ModuleType("vllm.config")
@@ -31,7 +31,7 @@ def vllm_group(
     sys.modules["vllm.config"] = config
     try:
         with VllmGroupCoordinator(
-            [first.ranks], first.local_rank, "gloo", True, group_name="tp", **how
+            [first.ranks], first.local_rank, "gloo", True, group_name="tp", use_all2all=use_all2all
         ) as group:
             yield group
     finally:

@@ -30,7 +30,7 @@ from examples.tiny_llm.elastic.wire import Wire
 from examples.tiny_llm.group import ModelGroups
 from examples.tiny_llm.model import LlamaStage, load_weights
 from examples.tiny_llm.sampling import Sampler
-from examples.tiny_llm.worker import StageWorker
+from examples.tiny_llm.worker import StageWorker, run_step
 from tests.harness import run_ranks
 from tests.leaks import children_of
 from tests.multiproc.project.test_tiny_llm_demo import (
@@ -241,7 +241,7 @@ def is_disturbed(
 ) -> dict[str, Any]:
     groups = elastic_groups(rank, ParallelLayout(tensor=world_size), directory)
     front_end = FrontEnd(model, groups, world_size)
-    run_step, steps = serving.run_step, itertools.count()
+    steps = itertools.count()
 
     def run_step_or_fail(*arguments: Any) -> Any:
         is_struck = rank == victim and next(steps) == STEP

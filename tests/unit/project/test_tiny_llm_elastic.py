@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -111,8 +112,8 @@ def test_prompts_are_different_beginnings_of_known_sentences() -> None:
 
 def test_a_scheduler_goes_on_with_what_another_has_begun() -> None:
     """The tokens that were generated become part of the prompt, so that all positions stay as they were."""
-    limits = {"slots": 1, "tokens_per_step": 8, "max_length": 16}
-    first = Scheduler([], **limits)
+    limited = partial(Scheduler, slots=1, tokens_per_step=8, max_length=16)
+    first = limited([])
     assert first.next_plan().stop
     first.submit(Request(0, (1, 2), 3))
     first.submit(Request(1, (4,), 2))
@@ -123,7 +124,7 @@ def test_a_scheduler_goes_on_with_what_another_has_begun() -> None:
     first.next_plan()  # whose tokens never come
     left = first.unfinished()
     assert left == [Request(0, (1, 2, 9), 2), Request(1, (4,), 2)]
-    second = Scheduler(left, **limits)
+    second = limited(left)
     plan = second.next_plan()
     assert plan.run == {0: 3}
     assert plan.admitted[0].prompt == (1, 2, 9)

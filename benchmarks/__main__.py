@@ -27,6 +27,7 @@ OTHERS: Final = {
     "nccl-calls": "nccl_calls",
     "status-calls": "status_calls",
     "rebuild": "rebuild",
+    "agreement": "agreement",
     "top": "top",
     "training": "training",
     "engines": "engines",

@@ -92,6 +92,16 @@ def test_the_time_of_a_rebuild_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_time_of_an_agreement_is_measured(tmp_path: Path) -> None:
+    """It is counted from the coming of the last rank."""
+    file = tmp_path / "agreement.json"
+    printed = printed_by("agreement", "--ranks", "12", "--late-s", "0.5", "--json", str(file))
+    found = json.loads(file.read_text())
+    assert "12 ranks, the last one 0.5 s late" in printed
+    assert 0 < found["median"] <= found["most"]
+
+
+@pytest.mark.slow
 def test_the_share_of_top_is_that_of_the_command_itself(tmp_path: Path) -> None:
     """It draws on a terminal meanwhile, and takes more than nothing."""
     file = tmp_path / "top.json"

@@ -98,7 +98,7 @@ def agree(
         CommTimeoutError: Ranks did not join in time; `.missing` names them.
         PeerLostError: A rank died meanwhile, or was interrupted; `.peers` names it.
         CapabilityError: A rank could not take part; see `decline`.
-        NativeError: The store is gone, and no known rank has died.
+        NativeError: The store is gone, and no known rank has died; or it holds what no rank has written.
     """
     where = f"creating {what} (rank {rank})"
     view = msgspec.structs.replace(view, nonce=secrets.token_hex(8))
@@ -110,6 +110,12 @@ def agree(
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
     except CommError:
         raise
+    except msgspec.MsgspecError as error:
+        agreement.leave(error)
+        text = (
+            f"{where}: the rendezvous store holds a value that no rank of this version has written: {error}"
+        )
+        raise torch_error(text, "Store") from error
     except BaseException as error:
         if not isinstance(error, RuntimeError) or raised_by_handler(error):
             agreement.leave(error)
@@ -352,8 +358,8 @@ class _Agreement:
             else:
                 self._store.add("told", 1)
 
-        # A store that does not answer tells the others nothing. They notice that themselves.
-        with suppress(CommTimeoutError, NativeError):
+        # A store that does not answer, or that holds no outcome of ours, tells the others nothing. They notice that.
+        with suppress(CommTimeoutError, NativeError, msgspec.MsgspecError):
             ask_store(tell, self._where, within_s)
 
     def _told(self, store: dist.Store, failure: Failure) -> CommError:

@@ -191,6 +191,17 @@ def test_a_store_that_hangs_does_not_outlast_the_deadline() -> None:
             thread.join(PROMPT_S)
 
 
+@pytest.mark.parametrize("key", ["proposal", "outcome", "view/1"])
+def test_a_value_that_no_rank_has_written_is_a_native_error(store_of: StoreOf, key: str) -> None:
+    """Whoever reaches the store can write to it; no error of a library comes out."""
+    store_of().set(key, "{}")
+    if key == "view/1":
+        store_of().add("come/0", 2)  # rank 1 has come, so rank 0 reads all views
+    (error,) = agree_in_threads(store_of, {0: view()}, [0, 1]).values()
+    assert isinstance(error, NativeError)
+    assert "no rank of this version has written" in str(error)
+
+
 def host_view(host: int, **facts: str) -> View:
     """Return the view of a rank on one of several hosts; only this one's processes can be watched from here."""
     own = view(f"10.0.0.{host + 1}", **facts)

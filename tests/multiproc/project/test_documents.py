@@ -153,5 +153,5 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert len(PROGRAMS) > 10
 
 
-SKIPPED = 5
-"""They are vLLM's own imports (twice), a capture on a GPU, torch's profiler and a script for two hosts."""
+SKIPPED = 6
+"""They are vLLM's own imports (twice), two captures on a GPU, torch's profiler and a script for two hosts."""

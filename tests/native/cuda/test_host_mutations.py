@@ -308,8 +308,8 @@ MISTAKES: Final = {
     ),
     "a rank that left alone waits for the others": Mistake(
         "cuda/custom/resources.py",
-        "self._free(barrier if is_awaited else None, is_quiet=not gave_up)",
-        "self._free(barrier, is_quiet=not gave_up)",
+        "self._free(barrier if is_awaited else None, is_quiet=is_quiet)",
+        "self._free(barrier, is_quiet=is_quiet)",
         f"{MULTIPROC}/test_custom_all_reduce.py::test_the_end_of_a_group_does_not_wait_for_another_groups_kernel",
     ),
     "what was made first is freed first": Mistake(
@@ -332,7 +332,7 @@ MISTAKES: Final = {
     ),
     "multimem memory is freed beneath a peer's store": Mistake(
         "cuda/custom/resources.py",
-        "self._free(barrier if is_awaited else None, is_quiet=not gave_up)",
+        "self._free(barrier if is_awaited else None, is_quiet=is_quiet)",
         "self._free(barrier if is_awaited else None, is_quiet=True)",
         f"{MULTIPROC}/test_multicast.py::test_memory_that_a_peer_may_use_after_a_failure_is_kept",
     ),

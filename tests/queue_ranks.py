@@ -1,5 +1,6 @@
 """Use a queue between processes: pass its handle to the readers, and record how calls ended."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ class Marks:
 
     def mark(self, name: str, text: str = "") -> None:
         """Set a mark with a text, atomically."""
-        new = self._directory / f".{name}"
+        # Several processes may set one mark at the same time.
+        new = self._directory / f".{name}-{os.getpid()}"
         new.write_text(text)
         new.rename(self._directory / name)
 

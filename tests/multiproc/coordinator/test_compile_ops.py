@@ -188,7 +188,7 @@ def test_operations_return_new_tensors_also_in_a_group_of_one() -> None:
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.thorough)])
 def test_the_operations_pass_torchs_opcheck(world_size: int) -> None:
     """Their schemas, shapes with symbolic sizes, strides, aliases and gradients are right."""
     with FakeGroupCoordinator(0, world_size) as group:

@@ -205,7 +205,7 @@ CALLS: dict[str, Callable[[Channels], object]] = {
 
 @pytest.mark.guarantee("D74")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-@pytest.mark.parametrize("ending", ["destroys", "breaks"])
+@pytest.mark.parametrize("ending", [pytest.param("destroys", marks=pytest.mark.thorough), "breaks"])
 def test_a_handler_that_ends_the_group_at_any_step_of_opening_is_told(
     call: Callable[[Channels], object], ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ def struck_receive(rank: int, world_size: int, directory: Path, name: str, tag: 
 @pytest.mark.guarantee("D10")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECEIVES)
-@pytest.mark.parametrize("tag", [0, 3])
+@pytest.mark.parametrize("tag", [0, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_strike_in_a_receive_over_gloo_loses_no_message(ranks2: RankPool, tag: int, name: str) -> None:
     """The next call receives the message, or the group is broken on both ranks with that reason."""
     ApartPool(ranks2).run(struck_receive, name, tag, timeout_s=240.0)
@@ -167,7 +167,7 @@ def test_a_second_strike_in_a_collective_over_gloo_is_told(ranks2: RankPool, nam
 
 
 @pytest.mark.guarantee("D10")
-@pytest.mark.slow
+@pytest.mark.thorough
 @strides
 def test_a_second_strike_in_a_collective_over_several_hosts_is_told(ranks3: RankPool, stride: int) -> None:
     """As over Gloo alone, also to the other ranks of the host."""

@@ -21,7 +21,10 @@ from shm_broadcast.errors import UsageError
 from tests.harness import RankPool
 from tests.worlds import HostsPool, hierarchical, new_group, world
 
-MAPS = ["AABB", "ABAB", "ABBB", "AAAB", "ABCA"]
+MAPS = [
+    *("AABB", "ABAB", "ABCA"),
+    *(pytest.param(each, marks=pytest.mark.thorough) for each in ("ABBB", "AAAB")),
+]
 """The hosts of ranks 0 to 3, one letter for each rank."""
 
 DTYPES = [

@@ -184,7 +184,7 @@ def test_a_strike_between_the_stages_of_objects_over_gloo_is_told(ranks2: RankPo
     ("name", "struck"),
     [
         pytest.param("large all_reduce", 0, marks=pytest.mark.thorough),
-        ("large all_reduce", 1),
+        pytest.param("large all_reduce", 1, marks=pytest.mark.thorough),
         ("broadcast", 0),
     ],
 )

@@ -200,7 +200,9 @@ def test_a_handler_may_close_a_remote_reader_in_every_place_of_a_call(call: str,
 
 
 @pytest.mark.guarantee("R7", "R15")
-@pytest.mark.parametrize("full", [False, True], ids=["sending", "waiting"])
+@pytest.mark.parametrize(
+    "full", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["sending", "waiting"]
+)
 @pytest.mark.parametrize(
     "local", [pytest.param([], marks=pytest.mark.thorough), [2]], ids=["remote", "mixed"]
 )

@@ -106,7 +106,7 @@ def read_once(reader: QueueReader, call: str, seen: list[Any]) -> None:
 
 
 @pytest.mark.guarantee("R14")
-@pytest.mark.parametrize("nbytes", [10, 3_000_000])
+@pytest.mark.parametrize("nbytes", [10, pytest.param(3_000_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("call", ["dequeue", "try_dequeue", "loan", "dequeue_any"])
 def test_a_handler_that_raises_in_a_remote_read_loses_no_message(call: str, nbytes: int) -> None:
     """Wherever it raises, the interrupted message comes next, once, and in order."""

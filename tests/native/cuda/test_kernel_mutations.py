@@ -107,18 +107,21 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtype"),
+    ("world_size", "dtype", "seeds"),
     [
-        (2, "float32"),
-        pytest.param(3, "bfloat16", marks=pytest.mark.thorough),
-        pytest.param(4, "float16", marks=pytest.mark.thorough),
-        pytest.param(8, "bfloat16", marks=pytest.mark.thorough),
+        (2, "float32", SEEDS[:1]),
+        pytest.param(2, "float32", SEEDS[1:], marks=pytest.mark.thorough),
+        pytest.param(3, "bfloat16", SEEDS, marks=pytest.mark.thorough),
+        pytest.param(4, "float16", SEEDS, marks=pytest.mark.thorough),
+        pytest.param(8, "bfloat16", SEEDS, marks=pytest.mark.thorough),
     ],
 )
-def test_thousands_of_launches_are_right(build: Callable[..., Path], world_size: int, dtype: str) -> None:
+def test_thousands_of_launches_are_right(
+    build: Callable[..., Path], world_size: int, dtype: str, seeds: tuple[int, ...]
+) -> None:
     """All kernels run in turn, while epochs wrap, grids change and stalls occur between any two words."""
     program = build(f"plain_{world_size}_{dtype}", BRIEF, world_size=world_size, dtype=dtype)
-    for seed in SEEDS:
+    for seed in seeds:
         done = stress(program, 2400 // world_size, seed * 10_000)
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -101,7 +101,7 @@ def test_the_trace_of_four_ranks_shows_their_calls_and_who_came_late(
     # The memory says who came last, and an arrow leads from there.
     late = [each for each in sums if each["pid"] == 0 and each["args"]["last to come"] == "rank 1"]
     assert len(late) == CALLS
-    assert all(each["dur"] >= DELAY_S * 1e6 for each in late)
+    assert [each["dur"] for each in late if each["dur"] < DELAY_S * 1e6 / 2] == []
     starts = {each["id"]: each for each in events if each["ph"] == "s"}
     into = [
         starts[each["id"]]["pid"]

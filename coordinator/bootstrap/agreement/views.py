@@ -171,8 +171,8 @@ class Views:
 
     def __init__(self, rank: int, ranks: Sequence[int], near: Mapping[int, View], places: Places) -> None:
         """Use `places` of all `ranks`, in the same order."""
-        self.rank = rank
-        self.near = dict(near)
+        self.rank: int = rank
+        self.near: dict[int, View] = dict(near)
         self._places = dict(zip(ranks, places, strict=True))
         self._hostnames = places.hostnames
 

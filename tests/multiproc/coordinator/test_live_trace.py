@@ -78,7 +78,8 @@ def trace_of(tmp_path: Path) -> tuple[list[Event], Path]:
 
 def waiting(pids: Sequence[int], group: str, call: str) -> int:
     """Return how many of some processes wait in a call of a group."""
-    found = [each.page for each in find_pages(pids, records=False).found]
+    # A process holds the pages of its peers too, whose groups have the same names.
+    found = [each.page for each in find_pages(pids, records=False).found if each.page.pid in pids]
     lanes = [lane for page in found for each in page.groups if each.name == group for lane in each.lanes]
     return sum(lane.call == call and lane.state in ("posted", "asleep") for lane in lanes)
 
@@ -101,7 +102,7 @@ def test_the_trace_of_four_ranks_shows_their_calls_and_who_came_late(
     # The memory says who came last, and an arrow leads from there.
     late = [each for each in sums if each["pid"] == 0 and each["args"]["last to come"] == "rank 1"]
     assert len(late) == CALLS
-    assert [each["dur"] for each in late if each["dur"] < DELAY_S * 1e6 / 2] == []
+    assert [each["dur"] for each in late if each["dur"] < DELAY_S * 1e6] == []
     starts = {each["id"]: each for each in events if each["ph"] == "s"}
     into = [
         starts[each["id"]]["pid"]

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
@@ -15,6 +15,11 @@ from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
 from shm_broadcast.liveness import PeerWatch
 
 Result = TypeVar("Result")
+
+# Asking a store takes 5 to 40 us.
+_FIRST_PAUSE_S: Final = 0.0002
+_LONGEST_PAUSE_S: Final = 0.02
+_PART_OF_WAIT: Final = 0.125
 
 
 def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[], None]) -> Result:
@@ -49,6 +54,14 @@ def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[
                 # runs: a rank that tries again would find its own port in use.
                 del outcome
         check()
+
+
+def pause_after(waited_s: float) -> float:
+    """Return how many seconds to pause before a store is asked again, after a wait of `waited_s` seconds so far.
+
+    It is an eighth of the wait, so an answer is noticed at most that much late; between 0.2 and 20 ms.
+    """
+    return min(max(waited_s * _PART_OF_WAIT, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
 
 def torch_error(text: str, function: str) -> NativeError:

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.bootstrap.blocking_calls import ask_store, pause_after
 from coordinator.elastic import protocol
 from coordinator.elastic.protocol import (
     Build,
@@ -29,11 +29,6 @@ from shm_broadcast.errors import CommError, CommTimeoutError, InternalError, Nat
 
 __all__ = ["Actions", "Deadlines", "Driver"]
 
-# The store is asked again after a pause that grows with the wait, as in the creation of groups: most answers come
-# within a millisecond, and a store must not be asked by a thousand ranks all the time.
-_FIRST_PAUSE_S: Final = 0.0005
-_LONGEST_PAUSE_S: Final = 0.02
-_PART_OF_WAIT: Final = 0.125
 # How long a rank that is interrupted tries to tell the others: Ctrl-C must interrupt soon.
 _TELL_S: Final = 0.15
 
@@ -167,7 +162,7 @@ class Driver:
         now = time.monotonic()
         since = self._since.setdefault((wants.number, wants.step), now)
         waited = now - since
-        time.sleep(min(max(waited * _PART_OF_WAIT, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
+        time.sleep(pause_after(waited))
         limits = self._deadlines
         if wants.step in ("members", "invited"):
             if now - self._began >= limits.all_s:

@@ -11,17 +11,13 @@ from typing import Final, NamedTuple
 
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.bootstrap.blocking_calls import ask_store, pause_after
 from coordinator.graph_capture import CaptureGuard
 from device_comm.base import DeviceCommunicator
 from shm_broadcast.errors import CommTimeoutError, GroupBrokenError, PeerLostError
 
 __all__ = ["NOTHING", "Ending", "Meeting", "ending_of"]
 
-# As in the driver of the agreement: the store is asked again after a pause that grows with the wait.
-_FIRST_PAUSE_S: Final = 0.0005
-_LONGEST_PAUSE_S: Final = 0.02
-_PART_OF_WAIT: Final = 0.125
 _OK: Final = "ok"
 
 
@@ -132,8 +128,7 @@ class Meeting:
                     f"{self._where}: rank(s) {late} have not let go of this epoch within {timeout_s:.1f} s",
                     missing=late,
                 )
-            waited = time.monotonic() - began
-            time.sleep(min(max(waited * _PART_OF_WAIT, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
+            time.sleep(pause_after(time.monotonic() - began))
 
     def refuse(self, reason: str, timeout_s: float) -> None:
         """Tell the others, which do not wait then, why this member does not come. Raises as `come` for the store."""

@@ -15,13 +15,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement.agreeing import (
-    ANSWER_S,
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    PART_OF_WAIT,
-)
-from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
+from coordinator.bootstrap.agreement.agreeing import ANSWER_S
+from coordinator.bootstrap.blocking_calls import pause_after, run_interruptibly, torch_error
 from device_comm.health import GroupHealth, Operation
 from shm_broadcast.errors import ClosedError, CommTimeoutError
 
@@ -83,7 +78,7 @@ class _Barrier:
         return time.monotonic() - self._started
 
     def _pause(self) -> None:
-        if self.stop.wait(min(max(self._waited_s() * PART_OF_WAIT, FIRST_PAUSE_S), LONGEST_PAUSE_S)):
+        if self.stop.wait(pause_after(self._waited_s())):
             raise ClosedError(f"{self._health.where(_NAME)}: cancelled, the caller no longer waits")
 
     def count(self) -> None:

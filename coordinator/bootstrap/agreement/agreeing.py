@@ -28,7 +28,13 @@ from coordinator.bootstrap.agreement import outcomes
 from coordinator.bootstrap.agreement.attendance import Attendance
 from coordinator.bootstrap.agreement.outcomes import Complete, Dissent, Failure, Outcome, Proposal
 from coordinator.bootstrap.agreement.views import Places, View, Views
-from coordinator.bootstrap.blocking_calls import ask_store, raise_if_lost, run_interruptibly, torch_error
+from coordinator.bootstrap.blocking_calls import (
+    ask_store,
+    pause_after,
+    raise_if_lost,
+    run_interruptibly,
+    torch_error,
+)
 from coordinator.bootstrap.connections import SpareConnection, is_local
 from shm_broadcast.errors import (
     ClosedError,
@@ -43,14 +49,9 @@ from shm_broadcast.liveness import PeerWatch
 
 # A waiting rank asks at this interval who else has come on its kernel, so that it can watch them.
 LOOK_EVERY_S: Final = 1.0
-# After a failure a rank keeps the store alive at most this long, so that the others can read the outcome. A rank that
-# joined just before a deadline gets this long to compare its facts.
+# After a failure a rank keeps the store alive at most this long, so that the others can read the outcome. The last rank
+# to come gets this long behind a deadline to write it.
 LINGER_S: Final = 1.0
-# Where the store is a file or memory, a waiting rank looks itself: the pause between looks is an eighth of the time
-# waited so far, so the outcome is noticed at most that much late.
-FIRST_PAUSE_S: Final = 0.0002
-LONGEST_PAUSE_S: Final = 0.02
-PART_OF_WAIT: Final = 0.125
 # Pauses between two looks at how many have read a failure: this long, or longer in a large group, for the store takes
 # about 6 us for an answer and gets one question of each rank in a pause.
 TOLD_PAUSE_S: Final = 0.02
@@ -202,8 +203,7 @@ class _Agreement:
         if self._watch is None:
             attendance.introduce(self._view.process.boot_id)
         if attendance.come() and outcome is None:
-            places = Places.of(attendance.views(self._ranks).values())
-            outcome = outcomes.decide(store, Complete(places.encode()))
+            outcome = self._complete(store, attendance)
         if outcome is None:
             self._await_outcome(store)
             outcome = outcomes.read(store)
@@ -212,6 +212,11 @@ class _Agreement:
         self._agreed.set()
         places = Places.decode(outcome.places)
         return Views(self._rank, self._ranks, self._near(attendance, places), places)
+
+    def _complete(self, store: dist.Store, attendance: Attendance) -> Outcome:
+        """Write that all have come with the same facts, unless there is an outcome; return the one that counts."""
+        places = Places.of(attendance.views(self._ranks).values())
+        return outcomes.decide(store, Complete(places.encode()))
 
     def _await_outcome(self, store: dist.Store) -> None:
         """Return once there is an outcome; a failure comes as one too."""
@@ -222,8 +227,7 @@ class _Agreement:
         # A file that was removed, because this rank has left, would keep torch's wait until its deadline.
         start = time.monotonic()
         while not store.check([outcomes.KEY]):
-            waited_s = time.monotonic() - start
-            if self._over.wait(min(max(waited_s * PART_OF_WAIT, FIRST_PAUSE_S), LONGEST_PAUSE_S)):
+            if self._over.wait(pause_after(time.monotonic() - start)):
                 raise ClosedError(f"{self._where}: cancelled, the caller no longer waits")
 
     def check(self) -> None:
@@ -237,9 +241,9 @@ class _Agreement:
         waited_s = time.monotonic() - self._started
         if waited_s >= self._hung_after_s:
             raise self._unanswered()
-        if waited_s < min(self._next_look_s, self._timeout_s):
-            return
         is_late = waited_s >= self._timeout_s
+        if not is_late and (self._watch is not None or waited_s < self._next_look_s):
+            return
         if is_late and waited_s < self._next_claim_s and not self._lists:
             return
         self._next_look_s = waited_s + LOOK_EVERY_S
@@ -309,9 +313,9 @@ class _Agreement:
 
     def _look(self) -> None:
         """Watch those on this kernel that have come."""
-        attendance = Attendance(self._store, self._rank, self._ranks)
-        if self._watch is not None or not self._has_joined:
+        if not self._has_joined:
             return
+        attendance = Attendance(self._store, self._rank, self._ranks)
         mates = set(attendance.mates(self._view.process.boot_id)) - {self._rank, *self._seen}
         if not mates:
             return
@@ -324,7 +328,8 @@ class _Agreement:
     def _give_up(self) -> None:
         """Write who is missing, if this rank is the first one whose deadline has passed.
 
-        If that one dies meanwhile, the first one of the next second does it.
+        If that one dies meanwhile, the first one of the next second does it. If nobody is missing, the last rank to
+        come has died before it wrote the outcome, which this one then does.
         """
         late_s = time.monotonic() - self._started - self._timeout_s
         second = int(late_s / LINGER_S)
@@ -332,11 +337,13 @@ class _Agreement:
         self._lists = self._lists or self._store.add(f"lists/{second}", 1) == 1
         if not self._lists:
             return
-        present = Attendance(self._store, self._rank, self._ranks).present()
+        attendance = Attendance(self._store, self._rank, self._ranks)
+        present = attendance.present()
         missing = sorted(set(self._ranks) - set(present))
-        # A rank that joined just before the deadline gets time to compare its facts.
-        if missing or late_s >= LINGER_S:
+        if missing:
             outcomes.decide(self._store, outcomes.Missing(len(present), missing))
+        elif late_s >= LINGER_S:  # until then the last rank may be about to write it
+            self._complete(self._store, attendance)
 
     def _unanswered(self) -> CommTimeoutError:
         stopped = tuple(rank for rank in sorted(self._seen) if self._mates.state(rank) == "stopped")

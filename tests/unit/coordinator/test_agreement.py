@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from coordinator.bootstrap.agreement.agreeing import agree
+from coordinator.bootstrap.agreement.attendance import Attendance
 from coordinator.bootstrap.agreement.views import View
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, NativeError, PeerLostError
 from shm_broadcast.liveness import this_process
@@ -342,6 +343,24 @@ def test_a_death_is_told_to_ranks_that_cannot_see_it(tcp_store: Callable[[], dis
     store.append(f"kernel/{dead.process.boot_id}", "2 ")
     outcomes = agree_in_threads(tcp_store, {0: view(), 1: host_view(1)}, [0, 1, 2, 3])
     assert all(isinstance(error, PeerLostError) and error.peers == (2,) for error in outcomes.values())
+
+
+def test_another_rank_completes_what_the_last_one_did_not(store_of: StoreOf) -> None:
+    """Rank 1 comes last and ends before it writes the outcome: rank 0 does behind its deadline, and names nobody."""
+    own = view()
+
+    def come() -> None:
+        last = Attendance(store_of(), 1, [0, 1])
+        while not last.present():
+            time.sleep(0.01)
+        assert last.claim(msgspec.structs.replace(own, facts={})) is None
+        assert last.come()
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    (found,) = agree_in_threads(store_of, {0: own}, [0, 1], timeout_s=1.0).values()
+    thread.join()
+    assert found.near.keys() == {0, 1}
 
 
 def test_a_rank_that_dies_while_it_lists_is_replaced(tcp_store: Callable[[], dist.Store]) -> None:

@@ -25,7 +25,7 @@ from coordinator.groups import ParallelGroups
 from coordinator.parallel_state import init_distributed_environment
 
 # Until the command has started and drawn its first screens.
-START_S = 5.0
+START_S = 60.0
 LIMIT_S = 60.0
 # Between two calls: ranks of an engine compute as long as this.
 STEP_S = 0.01

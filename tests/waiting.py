@@ -1,6 +1,7 @@
 """Wait for a condition until a deadline, and name the condition if it was not met."""
 
 import os
+import select
 import sys
 import threading
 import time
@@ -30,11 +31,21 @@ def wait_until(
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process is gone, dead or a zombie."""
+    """Return whether a process is gone or a zombie without living threads.
+
+    /proc calls it a zombie as soon as its first thread has ended. The others may need a processor to do so, and until
+    then the kernel does not tell those who watch the process that it has ended.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith(("Z", "X"))
-    except (FileNotFoundError, ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
         return True
+    try:
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        return bool(ended.poll(0))
+    finally:
+        os.close(descriptor)
 
 
 def sleeping_in(function: str) -> int:

@@ -106,13 +106,13 @@ def test_gloo_planes_ask_too(ranks2: RankPool) -> None:
 
 def wait_for_the_stopped(rank: int, world_size: int, directory: Path) -> Told | None:
     with world(rank, world_size, directory) as group:
+        marks = Marks(directory)
         group.barrier()
-        (directory / f"pid-{rank}").write_text(str(os.getpid()))
         if rank == 1:
+            marks.mark("pid", str(os.getpid()))
             os.kill(os.getpid(), 19)
             return None
-        wait_until((directory / "pid-1").exists, "the pid")
-        pid = int((directory / "pid-1").read_text() or 0)
+        pid = int(marks.wait("pid"))
         wait_until(lambda: " T " in Path(f"/proc/{pid}/stat").read_text(), "the stop")
         found = told_by(lambda: group.barrier(DEADLINE_S))
         os.kill(pid, 18)

@@ -99,11 +99,15 @@ def with_workers(folder: Path, body: Callable[[Executor], None]) -> None:
         requests.shutdown()
 
     handle = requests.export_handle()
-    run_ranks(
-        *(work_as_rank, 2, str(folder), handle.queue, handle.key), expect_dead={0, 1}, while_running=execute
-    )
-    for end in answers:
-        end.shutdown()
+    try:
+        run_ranks(
+            *(work_as_rank, 2, str(folder), handle.queue, handle.key),
+            expect_dead={0, 1},
+            while_running=execute,
+        )
+    finally:
+        for end in (requests, *answers):
+            end.shutdown()
 
 
 @pytest.mark.slow

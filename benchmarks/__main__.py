@@ -28,6 +28,7 @@ OTHERS: Final = {
     "status-calls": "status_calls",
     "rebuild": "rebuild",
     "agreement": "agreement",
+    "start-simulation": "start_simulation",
     "top": "top",
     "training": "training",
     "engines": "engines",

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -35,8 +35,8 @@ from shm_broadcast.liveness import this_process
 HOST: Final = "127.0.0.1"
 RANKS_PER_HOST: Final = 8
 LIMIT_S: Final = 120.0
-# Each thread that waits for the interpreter asks for it again at this interval. At the usual 5 ms a thousand of them keep
-# the processors busy with nothing else. Ranks let go of the interpreter whenever they ask the store.
+# Each thread that waits for the interpreter asks for it again at this interval. At the usual 5 ms a thousand of them
+# keep the processors busy with nothing else. Ranks let go of the interpreter whenever they ask the store.
 SWITCH_S: Final = 0.5
 
 SERVER: Final = """
@@ -52,15 +52,22 @@ sys.stdin.read()
 """
 
 
+class Server(NamedTuple):
+    """A process that serves a store: its port, and the process's number."""
+
+    port: int
+    pid: int
+
+
 @contextmanager
-def server(ranks: int) -> Iterator[int]:
-    """Give the block the port of a store for so many ranks, served by another process."""
+def server(ranks: int) -> Iterator[Server]:
+    """Let another process serve a store for so many ranks to the block."""
     command = [sys.executable, "-c", SERVER, str(ranks)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - ours
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            yield int(process.stdout.readline())
+            yield Server(int(process.stdout.readline()), process.pid)
         finally:
             process.stdin.close()
 
@@ -77,13 +84,12 @@ def lent(connection: dist.Store) -> Iterator[dist.Store]:
     yield connection
 
 
-def view_of(rank: int) -> View:
+def view_of(rank: int, facts: dict[str, str], note: str = "") -> View:
     """Return the view of a rank, eight of which are on each of many hosts."""
     host = rank // RANKS_PER_HOST
     process = msgspec.structs.replace(this_process(), boot_id=f"kernel {host}", hostname=f"node-{host:05d}")
-    return View(
-        {"groups": "world"}, process, f"10.0.{host // 250}.{host % 250 + 1}", host_id=f"memory {host}"
-    )
+    address = f"10.{host // 62500}.{host // 250 % 250}.{host % 250 + 1}"
+    return View(facts, process, address, f"memory {host}", note)
 
 
 def measure(ranks: int, late_s: float) -> list[float]:
@@ -93,7 +99,7 @@ def measure(ranks: int, late_s: float) -> list[float]:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise BenchmarkError(f"{ranks} ranks take {needed} open descriptors, and the limit is {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
-    with server(ranks) as port:
+    with server(ranks) as (port, _):
         # torch looks up a name for each connection, which may take a fraction of a second.
         with ThreadPoolExecutor(32) as pool:
             connections = list(pool.map(connect, [port] * (2 * ranks)))
@@ -103,7 +109,7 @@ def measure(ranks: int, late_s: float) -> list[float]:
 
         def be_a_rank(rank: int) -> None:
             usual, waiting = pairs[rank]
-            view = view_of(rank)
+            view = view_of(rank, {"groups": "world"})
             (last if rank == ranks - 1 else early).wait()
             connected = partial(lent, waiting)
             agree(usual, "the world", rank, range(ranks), view, LIMIT_S, connect=connected)

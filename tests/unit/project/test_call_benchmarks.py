@@ -101,6 +101,19 @@ def test_the_time_of_an_agreement_is_measured(tmp_path: Path) -> None:
     assert 0 < found["median"] <= found["most"]
 
 
+@pytest.mark.thorough
+def test_a_start_is_simulated_with_costs_that_are_measured(tmp_path: Path) -> None:
+    """More ranks take longer, and none asks for more."""
+    file = tmp_path / "start.json"
+    printed = printed_by("start-simulation", "--ranks", "64,640", "--checked", "8", "--json", str(file))
+    found = json.loads(file.read_text())
+    assert "8 threads agree" in printed
+    assert all(cost > 0 for cost in found["costs"].values())
+    few, many = found["simulated"]
+    assert few["requests"] == many["requests"]
+    assert 0 < few["over_s"][0] < few["over_s"][1] < many["over_s"][1]
+
+
 @pytest.mark.slow
 def test_the_share_of_top_is_that_of_the_command_itself(tmp_path: Path) -> None:
     """It draws on a terminal meanwhile, and takes more than nothing."""

@@ -214,6 +214,7 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         use_agent_store: `TORCHELASTIC_USE_AGENT_STORE`: whether torchrun's agent serves the store.
         restart_count: `TORCHELASTIC_RESTART_COUNT`: how often the agent has restarted the workers.
         run_id: `TORCHELASTIC_RUN_ID`.
+        agents: `GROUP_WORLD_SIZE`: how many agents there are, one for each host; read if an agent serves the store.
     """
 
     rank: int
@@ -223,6 +224,7 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     use_agent_store: bool = False
     restart_count: int = 0
     run_id: str | None = None
+    agents: int = 1
 
     @classmethod
     def from_env(
@@ -263,12 +265,16 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         if world_size is None:
             world_size = _integer(environ, "WORLD_SIZE", 1, _MOST_RANKS)
+        use_agent_store = _truth(environ, "TORCHELASTIC_USE_AGENT_STORE")
+        # Engines set some of torchrun's variables for purposes of their own, but none serves an agent's store.
+        agents = _optional_integer(environ, "GROUP_WORLD_SIZE", 1, _MOST_RANKS) if use_agent_store else None
         return cls(
             rank=_integer(environ, "RANK", 0, max(world_size, 1) - 1) if rank is None else rank,
             world_size=world_size,
             master_addr=environ["MASTER_ADDR"],
             master_port=_integer(environ, "MASTER_PORT", 1, 65535),
-            use_agent_store=_truth(environ, "TORCHELASTIC_USE_AGENT_STORE"),
+            use_agent_store=use_agent_store,
+            agents=agents or 1,
             restart_count=_optional_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0, 2**31 - 1) or 0,
             run_id=environ.get("TORCHELASTIC_RUN_ID"),
         )
@@ -284,6 +290,19 @@ def launched_local_rank(environ: Mapping[str, str] | None = None) -> int | None:
         SettingsError: The variable is no index.
     """
     return _optional_integer(os.environ if environ is None else environ, "LOCAL_RANK", 0, _MOST_RANKS - 1)
+
+
+_LAUNCHER_PREFIXES: Final = ("SLURM_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "LWS_")
+
+
+def launcher_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that Slurm, mpiexec and LeaderWorkerSet set, for `coordinator.launchers` to read.
+
+    Args:
+        environ: Variables to read instead of the process's environment.
+    """
+    environ = os.environ if environ is None else environ
+    return {name: value for name, value in environ.items() if name.startswith(_LAUNCHER_PREFIXES)}
 
 
 def cuda_visible_devices(environ: Mapping[str, str] | None = None) -> str | None:

@@ -30,6 +30,7 @@ from coordinator.groups import (
     set_world_group,
 )
 from coordinator.layout import ParallelLayout
+from coordinator.meeting.tickets import Ticket, checked
 from coordinator.settings import CoordinatorSettings, launched_local_rank, permit_custom_all_reduce
 from device_comm import handles
 from shm_broadcast.errors import CapabilityError, UsageError
@@ -52,6 +53,7 @@ def init_distributed_environment(
     *,
     settings: CoordinatorSettings | None = None,
     elastic: bool = False,
+    meeting: Ticket | None = None,
 ) -> None:
     """Join the world: initialise torch.distributed unless it is initialised, and create the world group.
 
@@ -76,10 +78,12 @@ def init_distributed_environment(
         elastic: Whether the members may change; see `ParallelGroups.rebuild`. Equal on all ranks. It takes a store that
             outlives every rank: a directory, or that of torchrun's agent, which however ends all of its workers when
             one fails. A world that exists already is used as it is.
+        meeting: This process's ticket from a driver that has met all processes (`coordinator.meeting`), in place of
+            world size, rank and init method: no variable of a launcher is read. It is good for one start.
 
     Raises:
         UsageError: The arguments contradict each other or an existing world, or rank 0 would serve the store of a
-            world with `elastic`.
+            world with `elastic`. Or the ticket was made for another start.
         SettingsError: The environment is incomplete or malformed.
         DisagreementError: Ranks were started with different settings.
         CommTimeoutError: Ranks did not join in time; `.missing` names them.
@@ -92,6 +96,10 @@ def init_distributed_environment(
             raise UsageError("pass the deadline either as timeout or in settings, not both")
         settings = CoordinatorSettings.resolve(timeout_s=seconds(timeout, "timeout"))
     settings = settings or CoordinatorSettings.from_env()
+    if meeting is not None:
+        _check_beside_ticket(checked(meeting), world_size, rank, distributed_init_method, elastic)
+        world_size, rank = meeting.world_size, meeting.rank
+        local_rank = meeting.local_rank if local_rank < 0 else local_rank
     world = find_world_group()
     if world is not None:
         _check_same("world_size", world_size, world.world_size)
@@ -101,7 +109,7 @@ def init_distributed_environment(
     joined = not dist.is_initialized()
     spent: dict[str, float] = {}
     if joined:
-        spent = init_world(world_size, rank, distributed_init_method, backend, settings, elastic)
+        spent = init_world(world_size, rank, distributed_init_method, backend, settings, elastic, meeting)
     else:
         _check_same("world_size", world_size, dist.get_world_size())
         _check_same("rank", rank, dist.get_rank())
@@ -119,6 +127,24 @@ def init_distributed_environment(
         fields = log_fields(group=group.unique_name, rank=group.rank, call="init_distributed_environment")
         logger.info("joined the world of %d ranks: %s", group.world_size, group.creation, extra=fields)
     set_world_group(group)
+
+
+def _check_beside_ticket(ticket: Ticket, world_size: int, rank: int, init_method: str, elastic: bool) -> None:
+    """Raise `UsageError` if an argument contradicts a ticket, or if this process is in a world already."""
+    if init_method != "env://":
+        raise UsageError(f"the {ticket} says where the ranks meet: pass no distributed_init_method beside it")
+    if elastic:
+        raise UsageError(
+            f"elastic=True needs a store that outlives every rank, and by the {ticket} rank 0 serves it"
+        )
+    for name, given, told in (("world_size", world_size, ticket.world_size), ("rank", rank, ticket.rank)):
+        if given not in (-1, told):
+            raise UsageError(f"{name}={given}, but meeting is a {ticket}")
+    if find_world_group() is not None or dist.is_initialized():
+        raise UsageError(
+            f"this process is in a world already and cannot use the {ticket}: call "
+            "destroy_distributed_environment() first"
+        )
 
 
 def _check_same(name: str, given: int, present: int) -> None:

@@ -172,6 +172,7 @@ class PeerWatch:
         self._hostnames = dict(hostnames or {})
         self._descriptors: dict[int, int] = {}
         self._lost: set[int] = set()
+        self._reports: dict[int, str] = {}
         # A signal handler may run while this thread holds it, and look or close too.
         self._lock = threading.RLock()
         try:
@@ -204,6 +205,12 @@ class PeerWatch:
             self._peers[rank] = peer
             self._descriptors[rank] = descriptor
 
+    def report(self, rank: int, how: str) -> None:
+        """Count `rank` as ended, because somebody who sees its process says so; `how` says who, for errors."""
+        with self._lock:
+            self._reports.setdefault(rank, how)
+            self._lost.add(rank)
+
     def lost(self) -> tuple[int, ...]:
         """Return the global ranks whose process has ended, ascending. Does not block."""
         with self._lock:
@@ -229,10 +236,10 @@ class PeerWatch:
     def state(self, rank: int) -> PeerState:
         """Return the current state of `rank`'s process."""
         peer = self._peers.get(rank)
-        if peer is None:
-            return "unknown"
         if rank in self.lost():
             return "dead"
+        if peer is None:
+            return "unknown"
         if not self._own.sees(peer):
             return "alive" if rank in self._descriptors else "unknown"
         try:
@@ -246,12 +253,18 @@ class PeerWatch:
 
     def describe(self, rank: int) -> str:
         """Return a text about the process of `rank` for errors, for example `pid 4242, alive`."""
+        report = self._reports.get(rank)
+        return self._seen(rank) if report is None else f"{self._seen(rank)}, {report}"
+
+    def _seen(self, rank: int) -> str:
+        """Return what this process sees of `rank`."""
         peer = self._peers.get(rank)
         if peer is None:
             hostname = self._hostnames.get(rank)
-            return (
-                "no process known" if hostname is None else f"on host {hostname}, state not visible from here"
-            )
+            if hostname is None:
+                return "no process known"
+            state = "dead" if rank in self._reports else "state not visible from here"
+            return f"on host {hostname}, {state}"
         state = self.state(rank)
         if state == "unknown":
             return f"pid {peer.pid} on host {peer.hostname}, state not visible from here"

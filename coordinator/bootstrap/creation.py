@@ -21,6 +21,7 @@ from coordinator.bootstrap.membership import own_address
 from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.world import World
+from coordinator.meeting.losses import listen_for_losses
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
 from device_comm.health import SLICE_S, failure_of
@@ -130,6 +131,8 @@ def _agree(
     connect = partial(world.spare_connection().lent, store, prefix)
     # A rank that has died since it joined the world will not join: the others need not wait for it.
     with closing(PeerWatch(own.process, world.processes_of(set(ranks) - {world.rank}))) as watch:
+        if world.is_torch:
+            listen_for_losses(watch, ranks)
         scoped = dist.PrefixStore(prefix, store)
         return agree(scoped, what, world.rank, ranks, own, timeout_s, watch, agreed, connect)
 

@@ -24,6 +24,7 @@ from coordinator.host.gloo import GlooHostPlane
 from coordinator.host.plane import HostPlane, SoloHostPlane
 from coordinator.host.process_groups import LOOPBACK, GlooBackend, abort_gloo
 from coordinator.host.shared import SharedHostPlane
+from coordinator.meeting.losses import listen_for_losses
 from coordinator.settings import CoordinatorSettings
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.cpu import shared_memory
@@ -105,6 +106,8 @@ class GroupBuilder:
         name, ranks, rank = self.plan.name, self.plan.membership.ranks, self.plan.membership.rank
         self._host_ids = self.members.host_ids
         self._watch = self.members.watch()
+        if self.world.is_torch:
+            listen_for_losses(self._watch, ranks)
         self._world_status_store = status_store(self.plan, self.store)
         self._status_store = GroupStatusStore(self._world_status_store)
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)

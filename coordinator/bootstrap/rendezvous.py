@@ -1,7 +1,7 @@
 """Rendezvous: how the processes of a world find each other. This is the only caller of `init_process_group`.
 
-There are three methods: the environment of a launcher such as torchrun, an address given by the caller, or, on one
-host, a path. This module never listens on a wildcard address.
+There are three methods: the environment of a launcher such as torchrun, an address given by the caller, on one
+host a path, or a ticket of a driver (`coordinator.meeting`). This module never listens on a wildcard address.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,16 +24,25 @@ import torch.distributed as dist
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.agreement.agreeing import agree
 from coordinator.bootstrap.agreement.views import View
-from coordinator.bootstrap.blocking_calls import ask_store, connect_watched, run_interruptibly, torch_error
+from coordinator.bootstrap.blocking_calls import (
+    ask_store,
+    connect_watched,
+    raise_if_lost,
+    run_interruptibly,
+    torch_error,
+)
 from coordinator.bootstrap.membership import own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.bootstrap.serving import options_of_server
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
 from coordinator.host.process_groups import GLOO, LOOPBACK, GlooOptions, gloo_at, set_own_world
+from coordinator.meeting.losses import forget_losses, listen_for_losses
+from coordinator.meeting.offers import take
+from coordinator.meeting.tickets import Ticket
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
-from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
 
 _WORLD: Final = "group_coordinator/world"
 
@@ -83,6 +93,7 @@ def init_world(
     backend: str,
     settings: CoordinatorSettings,
     is_elastic: bool = False,
+    ticket: Ticket | None = None,
 ) -> dict[str, float]:
     """Initialise torch.distributed for this process. Collective over the world.
 
@@ -96,6 +107,7 @@ def init_world(
         backend: torch backend of the world's process group; for "gloo" this module chooses the address to listen on.
         settings: Deadlines and the network interface.
         is_elastic: Whether ranks may end and others join, rank 0 too: the store must be outside of the ranks.
+        ticket: The place of this process in a meeting; it replaces the first three arguments.
 
     Returns:
         Seconds by phase of `CreationReport`.
@@ -116,7 +128,11 @@ def init_world(
             raise UsageError("torch.distributed is already initialised; do not initialise it a second time")
         clock = Stopwatch()
         with clock.phase("rendezvous"):
-            rendezvous = _join_rendezvous(world_size, rank, init_method, settings, is_elastic)
+            rendezvous = (
+                _join_rendezvous(world_size, rank, init_method, settings, is_elastic)
+                if ticket is None
+                else _meet_by_ticket(ticket, settings)
+            )
         try:
             processes = _connect(rendezvous, backend, settings, clock, is_elastic)
         except BaseException:
@@ -140,6 +156,7 @@ def leave_world() -> None:
         if dist.is_initialized() and dist.group.WORLD is world.group:
             dist.destroy_process_group()
         set_own_world(None)
+        forget_losses()
         fork_guard.release(world.group)
         fork_guard.release(world.rendezvous.store)
         world.rendezvous.leave()
@@ -271,6 +288,30 @@ def _meet_by_environment(
     return Rendezvous(attempt, rank, world_size, leave)
 
 
+def _meet_by_ticket(ticket: Ticket, settings: CoordinatorSettings) -> Rendezvous:
+    """Use the ticket up, and return the store of its meeting, whose keys no rank of another meeting sees."""
+    listener, rank, world_size = take(ticket), ticket.rank, ticket.world_size
+    where = f"rendezvous (rank {rank} of {world_size})"
+    try:
+        with closing(PeerWatch(this_process(), {})) as watch:
+            listen_for_losses(watch, range(world_size))
+            store = _tcp_store(
+                ticket.host,
+                ticket.port,
+                rank,
+                world_size,
+                rank == 0,
+                settings,
+                listener=listener,
+                check=lambda: raise_if_lost(watch, where),
+            )
+    finally:
+        if listener is not None:
+            listener.close()  # does nothing once the store has taken over the descriptor
+    met = dist.PrefixStore(f"meeting/{ticket.meeting}", store)
+    return Rendezvous(met, rank, world_size, _leaving(met, rank, world_size))
+
+
 def join_address(
     host: str, port: int, rank: int, world_size: int, settings: CoordinatorSettings
 ) -> Rendezvous:
@@ -345,22 +386,29 @@ def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None
 
 
 def _tcp_store(
-    host: str, port: int, rank: int, world_size: int, serve: bool, settings: CoordinatorSettings
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    serve: bool,
+    settings: CoordinatorSettings,
+    listener: socket.socket | None = None,
+    check: Callable[[], None] = _nothing,
 ) -> dist.Store:
-    """Connect to the store at `host`; if `serve`, listen on that address only."""
+    """Connect to the store at `host`; if `serve`, listen on that address only, or use `listener`, which does."""
     timeout = timedelta(seconds=settings.create_timeout_s)
 
     def connect() -> dist.Store:
         options: dict[str, Any] = {}
         if serve:
-            options = options_of_server(host, port, world_size)
+            options = options_of_server(host, port, world_size, listener)
         return dist.TCPStore(
             host, port, world_size, is_master=serve, timeout=timeout, wait_for_workers=False, **options
         )
 
     where = f"rendezvous (rank {rank} of {world_size})"
     try:
-        return run_interruptibly(connect, "rendezvous", _nothing)
+        return run_interruptibly(connect, "rendezvous", check)
     except dist.DistError as error:
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             raise CommTimeoutError(
@@ -389,9 +437,11 @@ def _connect(
     }
     address = own_address(settings.interface, rendezvous.store)
     world_store = dist.PrefixStore(_WORLD, rendezvous.store)
-    with clock.phase("rendezvous"):
+    with closing(PeerWatch(own, {})) as reported, clock.phase("rendezvous"):
+        listen_for_losses(reported, ranks)
+        view = View(facts, own, address)
         views = agree(
-            world_store, "the world", rank, ranks, View(facts, own, address), settings.create_timeout_s
+            world_store, "the world", rank, ranks, view, settings.create_timeout_s, reported=reported
         )
     listening = views.listening_address(LOOPBACK)
 
@@ -409,5 +459,6 @@ def _connect(
         set_own_world(dist.group.WORLD, listening)
 
     with closing(views.watch()) as watch, clock.phase("gloo"):
+        listen_for_losses(watch, ranks)
         connect_watched(init, "world", f"connecting the world (rank {rank} of {len(ranks)})", watch)
     return views.processes

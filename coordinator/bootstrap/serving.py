@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from shm_broadcast.errors import UsageError
 
-__all__ = ["options_of_server"]
+__all__ = ["listen", "options_of_server"]
 
 # Each rank connects once for everything, once to wait in agreements, and once while it connects Gloo.
 _CONNECTIONS_PER_RANK: Final = 3
@@ -21,10 +21,13 @@ _OTHER_DESCRIPTORS: Final = 512
 _RANKS_FOR_LIBUV: Final = 128
 
 
-def options_of_server(host: str, port: int, world_size: int) -> dict[str, Any]:
+def options_of_server(
+    host: str, port: int, world_size: int, listener: socket.socket | None = None
+) -> dict[str, Any]:
     """Return what a `TCPStore` that serves `world_size` ranks takes: a descriptor that listens there, and the server.
 
-    Raises the limit of open descriptors of this process if so many ranks need it.
+    Raises the limit of open descriptors of this process if so many ranks need it. `listener` listens there already; it
+    is used up if there is no error.
 
     Raises:
         UsageError: This process cannot listen there, or may not open so many descriptors.
@@ -32,7 +35,7 @@ def options_of_server(host: str, port: int, world_size: int) -> dict[str, Any]:
     _allow_descriptors(world_size)
     # The store takes over the descriptor; detaching prevents a second close.
     return {
-        "master_listen_fd": _listen(host, port).detach(),
+        "master_listen_fd": (listener or listen(host, port)).detach(),
         "use_libuv": world_size >= _RANKS_FOR_LIBUV,
     }
 
@@ -50,7 +53,12 @@ def _allow_descriptors(world_size: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address of `host`, for rank 0's store.
+
+    Raises:
+        UsageError: It is a wildcard address, or this process cannot listen there. Port 0 takes any free one.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

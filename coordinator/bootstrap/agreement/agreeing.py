@@ -75,6 +75,7 @@ def agree(
     watch: PeerWatch | None = None,
     agreed: threading.Event | None = None,
     connect: Callable[[], AbstractContextManager[dist.Store]] | None = None,
+    reported: PeerWatch | None = None,
 ) -> Views:
     """Exchange views with all of `ranks`.
 
@@ -90,6 +91,7 @@ def agree(
         watch: The other ranks' processes, if they are already known.
         agreed: Set once this rank knows that all have agreed, also if it is interrupted then: the others go on.
         connect: Lends a connection to `store` that no other thread uses; None opens one.
+        reported: Who else knows of ranks that are lost, if `watch` is None.
 
     Returns:
         What this rank knows of the others, without the facts, which are equal.
@@ -105,7 +107,7 @@ def agree(
     view = msgspec.structs.replace(view, nonce=secrets.token_hex(8))
     connect = connect or partial(SpareConnection().lent, store)
     agreement = _Agreement(
-        store, connect, where, rank, ranks, view, timeout_s, watch, agreed or threading.Event()
+        store, connect, where, rank, ranks, view, timeout_s, watch, agreed or threading.Event(), reported
     )
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
@@ -169,6 +171,7 @@ class _Agreement:
     _timeout_s: float
     _watch: PeerWatch | None
     _agreed: threading.Event
+    _reported: PeerWatch | None
     # Whether the others may have seen this rank.
     _has_joined: bool = False
     _started: float = dataclasses.field(default_factory=time.monotonic)
@@ -264,6 +267,8 @@ class _Agreement:
     def raise_if_lost(self) -> None:
         """Raise `PeerLostError` if a rank that is known to have come is dead."""
         raise_if_lost(self._mates if self._watch is None else self._watch, self._where)
+        if self._reported is not None:
+            raise_if_lost(self._reported, self._where)
 
     @property
     def _hung_after_s(self) -> float:

@@ -51,6 +51,10 @@ _HANDSHAKE_MS: Final = 2000
 """A connection that has not proved its key after this many milliseconds is closed."""
 
 _RECONNECT_MS: Final = 20
+
+# Connections that the kernel keeps until they are accepted: all ranks of a job may come at once, and strangers too.
+_BACKLOG: Final = 2048
+
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 
@@ -172,10 +176,12 @@ def listen(
     bind_address: str,
     port_range: tuple[int, int] | None,
     settings: RemoteSettings,
+    most_bytes: int = _CONTROL_BYTES,
 ) -> tuple[Socket, int]:
     """Return a socket that listens on one address, and its port.
 
-    The context's `Gatekeeper` must already exist; without it no connection is admitted.
+    The context's `Gatekeeper` must already exist; without it no connection is admitted. Records of more than
+    `most_bytes` break their connection.
 
     Raises:
         UsageError: The address is a wildcard or does not belong to this host, or the port range is not valid.
@@ -191,7 +197,8 @@ def listen(
         # Without this option libzmq admits every connection while no authenticator answers for the domain.
         router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         router.set(zmq.ROUTER_MANDATORY, 1)
-        router.set(zmq.MAXMSGSIZE, _CONTROL_BYTES)
+        router.set(zmq.MAXMSGSIZE, most_bytes)
+        router.set(zmq.BACKLOG, _BACKLOG)
         router.set(zmq.IPV6, int(":" in host))
         for port in _ports(port_range):
             try:
@@ -224,15 +231,23 @@ def _ports(port_range: tuple[int, int] | None) -> Iterator[int]:
         yield low + (start + offset) % (high - low + 1)
 
 
-def connect(context: Context, keys: RemoteKeys, endpoint: RemoteEndpoint) -> tuple[Socket, Socket]:
-    """Return (socket, its monitor). The socket connects in the background and reconnects until told otherwise."""
+def connect(
+    context: Context,
+    keys: RemoteKeys,
+    endpoint: RemoteEndpoint,
+    most_bytes: int = PART_BYTES + _CONTROL_BYTES,
+) -> tuple[Socket, Socket]:
+    """Return (socket, its monitor). The socket connects in the background and reconnects until told otherwise.
+
+    Records of more than `most_bytes` break the connection.
+    """
     dealer: Socket = context.socket(zmq.DEALER)
     try:
         _prepare(dealer, endpoint.settings)
         dealer.set(zmq.CURVE_SERVERKEY, endpoint.server_public_key)
         dealer.set(zmq.CURVE_PUBLICKEY, keys.public)
         dealer.set(zmq.CURVE_SECRETKEY, keys.secret())
-        dealer.set(zmq.MAXMSGSIZE, PART_BYTES + _CONTROL_BYTES)
+        dealer.set(zmq.MAXMSGSIZE, most_bytes)
         dealer.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         dealer.set(zmq.CONNECT_TIMEOUT, _HANDSHAKE_MS)
         dealer.set(zmq.IPV6, int(":" in endpoint.address))
@@ -248,15 +263,19 @@ def connect(context: Context, keys: RemoteKeys, endpoint: RemoteEndpoint) -> tup
 class Gatekeeper:
     """Decides during the handshake, before any record is read, which connections libzmq admits."""
 
-    def __init__(self, context: Context, ranks: Mapping[bytes, int], fields: LogFields) -> None:
+    def __init__(
+        self, context: Context, ranks: Mapping[bytes, int], fields: LogFields, whose: str = "reader"
+    ) -> None:
         """Become the context's authenticator.
 
         Args:
             context: The context to guard; create its other sockets afterwards.
-            ranks: The readers' ranks by public key.
+            ranks: The ranks by public key.
             fields: What the log records say of the queue; its owner may add to it.
+            whose: What an admitted key belongs to, for the log.
         """
         self._ranks = dict(ranks)
+        self._whose = whose
         self._fields = fields
         self.refused: int = 0
         self.socket: Socket = context.socket(zmq.REP)
@@ -274,7 +293,7 @@ class Gatekeeper:
             head = [_ZAP_VERSION, question[1]]
             if rank is None:
                 self._note_refusal(question[3])
-                self.socket.send_multipart([*head, b"400", b"no reader of this queue", b"", b""])
+                self.socket.send_multipart([*head, b"400", b"this key is not admitted", b"", b""])
             else:
                 admitted.append(rank)
                 # zmq attaches the user id to every record of this connection.
@@ -289,8 +308,9 @@ class Gatekeeper:
         # Log the 1st, 2nd, 4th, 8th ... refusal, so that a stranger who keeps connecting cannot fill the log.
         if self.refused & (self.refused - 1) == 0:
             logger.warning(
-                "refused a connection from %s, whose key belongs to no reader (%d so far)",
+                "refused a connection from %s, whose key belongs to no %s (%d so far)",
                 address.decode("ascii", "replace"),
+                self._whose,
                 self.refused,
                 extra=self._fields.copy(),
             )

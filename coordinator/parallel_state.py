@@ -29,9 +29,16 @@ from coordinator.groups import (
     set_default_groups,
     set_world_group,
 )
+from coordinator.launchers.init_methods import find_launch
+from coordinator.launchers.launch import Caller
 from coordinator.layout import ParallelLayout
 from coordinator.meeting.tickets import Ticket, checked
-from coordinator.settings import CoordinatorSettings, launched_local_rank, permit_custom_all_reduce
+from coordinator.settings import (
+    CoordinatorSettings,
+    launched_local_rank,
+    launcher_variables,
+    permit_custom_all_reduce,
+)
 from device_comm import handles
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.reports.log_fields import log_fields
@@ -53,6 +60,7 @@ def init_distributed_environment(
     *,
     settings: CoordinatorSettings | None = None,
     elastic: bool = False,
+    local_world_size: int = -1,
     meeting: Ticket | None = None,
 ) -> None:
     """Join the world: initialise torch.distributed unless it is initialised, and create the world group.
@@ -71,19 +79,24 @@ def init_distributed_environment(
         distributed_init_method: `env://` (torchrun), `tcp://HOST:PORT` with an address of rank 0's host, or, on a
             single host, `file:///DIRECTORY`. As in torch the path may also be that of a file, empty or left by an
             earlier run, or of nothing yet. What we make there or beside it is removed by the last rank to leave.
-        local_rank: Index of this process's device on its host; -1 takes `LOCAL_RANK`, else the rank.
+            Other launchers are named: `slurm://[:PORT]` (srun), `mpi://HOST:PORT` (mpiexec of Open MPI or MPICH) and
+            `lws://[:PORT]` (a LeaderWorkerSet of Kubernetes, port 29500 by default). Rank 0 serves the store there.
+        local_rank: Index of this process's device on its host; -1 takes that of the named launcher, else `LOCAL_RANK`,
+            else the rank. `lws://` needs it.
         backend: torch backend of the world: "gloo", "nccl", …; None takes the accelerator's, else "gloo".
         timeout: Deadline of collectives, in seconds or as a `timedelta`; cannot be combined with `settings`.
         settings: Settings of the world group; default: read from the environment.
         elastic: Whether the members may change; see `ParallelGroups.rebuild`. Equal on all ranks. It takes a store that
             outlives every rank: a directory, or that of torchrun's agent, which however ends all of its workers when
             one fails. A world that exists already is used as it is.
+        local_world_size: Number of processes in each pod, for `lws://`; -1 divides `world_size` by the number of pods.
         meeting: This process's ticket from a driver that has met all processes (`coordinator.meeting`), in place of
             world size, rank and init method: no variable of a launcher is read. It is good for one start.
 
     Raises:
-        UsageError: The arguments contradict each other or an existing world, or rank 0 would serve the store of a
-            world with `elastic`. Or the ticket was made for another start.
+        UsageError: The arguments contradict each other, a named launcher or an existing world; a named launcher has not
+            set a variable; the ranks are on several hosts and the master's name stands for a loopback address; or rank
+            0 would serve the store of a world with `elastic`. Or the ticket was made for another start.
         SettingsError: The environment is incomplete or malformed.
         DisagreementError: Ranks were started with different settings.
         CommTimeoutError: Ranks did not join in time; `.missing` names them.
@@ -105,11 +118,21 @@ def init_distributed_environment(
         _check_same("world_size", world_size, world.world_size)
         _check_same("rank", rank, world.rank)
         return
+    caller = Caller(
+        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size
+    )
+    launch = None if meeting else find_launch(distributed_init_method, launcher_variables(), caller)
+    if launch is not None:
+        rank, world_size, local_rank = launch.rank, launch.world_size, launch.local_rank
+        distributed_init_method = launch.init_method
     backend = backend or default_backend()
     joined = not dist.is_initialized()
     spent: dict[str, float] = {}
     if joined:
-        spent = init_world(world_size, rank, distributed_init_method, backend, settings, elastic, meeting)
+        spans_hosts = launch is not None and launch.spans_hosts
+        spent = init_world(
+            world_size, rank, distributed_init_method, backend, settings, elastic, spans_hosts, meeting
+        )
     else:
         _check_same("world_size", world_size, dist.get_world_size())
         _check_same("rank", rank, dist.get_rank())

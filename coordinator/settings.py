@@ -33,7 +33,13 @@ __all__ = [
 PREFIX = "GROUP_COORDINATOR_"
 
 PER_RANK_FIELDS = frozenset(
-    {"interface", "record_dir", "stack_signal", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)}
+    {
+        "interface",
+        "host_id",
+        "record_dir",
+        "stack_signal",
+        *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS),
+    }
 )
 """Fields that may differ between ranks: interface names and file paths differ between hosts, signal handlers between
 processes."""
@@ -56,6 +62,9 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         destroy_timeout_s: How long `destroy` waits for its peers before it leaves without them, in seconds.
         interface: Network interface for groups that span several hosts, such as "eth0"; None chooses the one
             that routes to the master. May differ between ranks.
+        host_id: A name of this host, different on every host and equal on all ranks of one, where hosts report one boot
+            id, as clones of a running machine do; 1 to 64 letters, digits and characters of "._-". None takes the boot
+            id alone. Differs between hosts.
         remote_ports: First and last TCP port on which queues listen for readers on other hosts, such as
             "29600-29699"; each queue with such readers takes one port. None takes any free port.
         record_dir: Directory in which each process keeps its status page in a file, which survives the death of all
@@ -76,6 +85,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     create_timeout_s: float = 300.0
     destroy_timeout_s: float = 5.0
     interface: str | None = None
+    host_id: str | None = None
     remote_ports: str | None = None
     record_dir: str | None = None
     stack_signal: int = DEFAULT_SIGNAL
@@ -92,6 +102,10 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             raise SettingsError(
                 f"interface is {self.interface!r}, but must be the name of a network interface "
                 "(1 to 15 characters without blanks or '/')"
+            )
+        if self.host_id is not None and not _is_host_id(self.host_id):
+            raise SettingsError(
+                f"host_id is {self.host_id!r}, but must have 1 to 64 letters, digits and characters of '._-'"
             )
         if self.remote_ports is not None and _port_range(self.remote_ports) is None:
             raise SettingsError(
@@ -401,6 +415,10 @@ def _refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> No
 
 def _is_interface_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[^/\s]{1,15}", name) is not None
+
+
+def _is_host_id(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) is not None
 
 
 def _is_absolute_path(path: object) -> bool:

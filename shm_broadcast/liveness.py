@@ -9,11 +9,13 @@ their state is "unknown".
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import select
 import socket
 import threading
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
@@ -21,7 +23,7 @@ import msgspec
 
 from shm_broadcast import _core
 from shm_broadcast.descriptors import read_text, refusal
-from shm_broadcast.errors import CapabilityError
+from shm_broadcast.errors import CapabilityError, UsageError
 
 PeerState = Literal["alive", "stopped", "dead", "unknown"]
 
@@ -44,7 +46,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     """Identifies one process uniquely, also after its pid is reused.
 
     Attributes:
-        boot_id: The kernel's boot id, the same for all containers of one host.
+        boot_id: The kernel's boot id, the same for all containers of one host; see `name_host` for clones.
         pid_namespace: Inode of the PID namespace that `pid` belongs to.
         network_namespace: Inode of the network namespace; loopback connections do not leave it.
         pid: Process id.
@@ -88,13 +90,47 @@ def this_process() -> ProcessIdentity:
     """
     boot_id, start_ticks = _constants(fork_count())
     return ProcessIdentity(
-        boot_id=boot_id,
-        pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
-        network_namespace=Path("/proc/self/ns/net").stat().st_ino,
+        boot_id=_boot_id_of(boot_id),
+        pid_namespace=_namespace("pid"),
+        network_namespace=_namespace("net"),
         pid=os.getpid(),
         start_ticks=start_ticks,
         hostname=socket.gethostname(),
     )
+
+
+def _namespace(kind: str) -> int:
+    return Path(f"/proc/self/ns/{kind}").stat().st_ino
+
+
+# The name of this process's host, if it was given one.
+_host_id: Final = list[str]()
+
+
+def name_host(host_id: str | None) -> None:
+    """Let this process's identity differ from those of hosts with other names, although their boot ids may be equal.
+
+    Clones of a machine that was running have its boot id, and the same numbers of namespaces. Called by whoever creates
+    a group, before it says who it is; None changes nothing.
+
+    Raises:
+        UsageError: The process has another name already: others know it by that.
+    """
+    if host_id is None or host_id in _host_id:
+        return
+    if _host_id:
+        raise UsageError(
+            f"setting host_id is {host_id!r}, but this process has said already that it is on host {_host_id[0]!r}"
+        )
+    _host_id.append(host_id)
+
+
+def _boot_id_of(boot_id: str) -> str:
+    """Return the boot id in which the host's name counts, in the same form."""
+    if not _host_id:
+        return boot_id
+    digest = hashlib.sha256(f"{boot_id} {_host_id[0]}".encode()).digest()
+    return str(uuid.UUID(bytes=digest[:16]))
 
 
 def time_namespace() -> int:
@@ -246,6 +282,21 @@ class PeerWatch:
             return process_state(peer)
         except CapabilityError:  # no descriptor is free; the caller describes another failure
             return "unknown"
+
+    def twin_hosts(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Return the names of other hosts than this one that `ranks` are on although their boot id is that of this one.
+
+        They are containers of this host, or clones of one machine.
+        """
+        own = self._own
+        peers = [self._peers[rank] for rank in ranks if rank in self._peers]
+        names = {peer.hostname for peer in peers if own.on_same_host(peer)}
+        return tuple(sorted(names - {own.hostname}))
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Return the global ranks of which the process is known."""
+        return tuple(self._peers)
 
     def process(self, rank: int) -> ProcessIdentity | None:
         """Return the process of `rank`, as far as it is known."""

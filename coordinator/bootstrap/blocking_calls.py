@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
@@ -98,7 +99,30 @@ def raise_if_lost(watch: PeerWatch, where: str) -> None:
     lost = watch.lost()
     if lost:
         named = ", ".join(f"{rank} ({watch.describe(rank)})" for rank in lost)
-        raise PeerLostError(f"{where}: lost rank(s) {named}", peers=lost)
+        raise PeerLostError(f"{where}: lost rank(s) {named}{clone_hint(watch, lost)}", peers=lost)
+
+
+def refuse_clones(watch: PeerWatch, where: str) -> None:
+    """Raise `PeerLostError` if a rank that has just agreed seems to have ended, and may be on a clone of this host.
+
+    Otherwise whoever waits for that rank next takes it for dead, in whatever call that is.
+    """
+    if clone_hint(watch, watch.lost()):
+        raise_if_lost(watch, where)
+
+
+def clone_hint(watch: PeerWatch, ranks: Iterable[int]) -> str:
+    """Return the end of an error's text that says how hosts with one boot id can start; "" where there are none.
+
+    A process on a clone of this host seems to have ended here, where no process or another one has its number.
+    """
+    names = watch.twin_hosts(ranks)
+    if not names:
+        return ""
+    return (
+        f"; host {socket.gethostname()} and {', '.join(names)} report one boot id: if they are clones of one machine, "
+        "set GROUP_COORDINATOR_HOST_ID to another value on each"
+    )
 
 
 def connect_watched(
@@ -134,4 +158,4 @@ def connect_watched(
         # some milliseconds before its process appears dead, so look once more before blaming torch.
         time.sleep(SLICE_S)
         raise_if_lost(watch, where)
-        raise torch_error(f"{where}: {error}", "new_group") from error
+        raise torch_error(f"{where}: {error}{clone_hint(watch, watch.peers)}", "new_group") from error

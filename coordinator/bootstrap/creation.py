@@ -27,7 +27,7 @@ from device_comm.cpu import shared_memory
 from device_comm.health import SLICE_S, failure_of
 from device_comm.registry import communicator_name
 from shm_broadcast.errors import CapabilityError, CommError, UsageError
-from shm_broadcast.liveness import PeerWatch, this_process
+from shm_broadcast.liveness import PeerWatch, name_host, this_process
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
 PROTOCOL_VERSION = 5
@@ -70,7 +70,7 @@ def create_parts(
         on_agreed: Called when the ranks have agreed.
     """
     prefix = f"group_coordinator/{round_name}"
-    _record(world, settings, dist.PrefixStore(prefix, world.store), what)
+    _begin(world, settings, dist.PrefixStore(prefix, world.store), what)
     store, device = world.store, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),
@@ -137,9 +137,10 @@ def _agree(
         return agree(scoped, what, world.rank, ranks, own, timeout_s, watch, agreed, connect)
 
 
-def _record(world: World, settings: CoordinatorSettings, scoped: dist.Store, what: str) -> None:
-    """Begin the record of this process; if it cannot, tell those that create `what` with it why."""
+def _begin(world: World, settings: CoordinatorSettings, scoped: dist.Store, what: str) -> None:
+    """Name this host and begin the record of this process; if it cannot, tell those that create `what` with it why."""
     try:
+        name_host(settings.host_id)
         begin_record(world.store, world.rank, settings)
     except CommError as error:
         decline(scoped, what, world.rank, error)
@@ -158,6 +159,8 @@ def _call(functions: list[Callable[[], None]]) -> None:
 
 def _share(builders: Sequence[GroupBuilder]) -> None:
     """Map the memory of all groups, and return when every rank has."""
+    for builder in builders:
+        builder.refuse_clones()
     for number, builder in enumerate(builders):
         builder.share(number)
     # Groups of the same ranks share one barrier: only the last of them confirms, for all of them.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.agreement.agreeing import LINGER_S
 from coordinator.bootstrap.agreement.views import Views
-from coordinator.bootstrap.blocking_calls import connect_watched
+from coordinator.bootstrap.blocking_calls import connect_watched, refuse_clones
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
 from coordinator.bootstrap.status_store import GroupStatusStore, WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport
@@ -111,6 +111,10 @@ class GroupBuilder:
         self._world_status_store = status_store(self.plan, self.store)
         self._status_store = GroupStatusStore(self._world_status_store)
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
+
+    def refuse_clones(self) -> None:
+        """Raise `PeerLostError` if the host of another rank seems to be a clone of this one."""
+        refuse_clones(self._watch, f"creating {self.plan.name}")
 
     def share(self, number: int) -> None:
         """Map offer `number` of the first rank, if all ranks are on one host. Collective."""

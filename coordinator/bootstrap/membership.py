@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import socket
-import struct
 from collections.abc import Sequence
-from typing import Final
 
 import torch.distributed as dist
 
+from coordinator.addresses.interfaces import interface_address, routed_address
+from coordinator.addresses.names import addresses_of, is_loopback, refuse_loopback
 from coordinator.host.process_groups import LOOPBACK
-from shm_broadcast.errors import SettingsError, UsageError
-
-_SIOCGIFADDR: Final = 0x8915  # netdevice(7)
+from shm_broadcast.errors import NativeError, UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,42 +86,39 @@ def world_store() -> dist.Store:
     return world.get_group_store()
 
 
-def routed_address(host: str, port: int) -> str:
-    """Return this host's address on the interface that routes to `host`, without sending anything."""
-    family, _, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only looks up the route.
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
-def interface_address(interface: str) -> str:
-    """Return the IPv4 address of a network interface.
-
-    Raises:
-        SettingsError: There is no such interface, or it has no IPv4 address.
-    """
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError as error:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise SettingsError(
-                f"setting interface = {interface!r}: there is no such interface, or it has no IPv4 address; "
-                f"this host has {names}"
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
-
-
-def own_address(interface: str | None, store: dist.Store) -> str:
+def own_address(interface: str | None, store: dist.Store, spans_hosts: bool = False) -> str:
     """Return the address that this process announces: that of `interface`, or that of the route to the store's server.
 
     A store that is not served over TCP is reachable from this host only: the result is then loopback, unless
     `interface` is given.
+
+    Args:
+        interface: Name of a network interface.
+        store: The store in which the ranks meet.
+        spans_hosts: Whether a launcher says that the ranks are on several hosts.
+
+    Raises:
+        SettingsError: There is no such interface, or it has no address.
+        UsageError: `spans_hosts`, and the name of the store's host stands for a loopback address here.
+        CapabilityError: There is no route to the store's host.
+        NativeError: The name of the store's host has no address any more.
     """
-    if interface is not None:
-        return interface_address(interface)
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return routed_address(store.host, store.port) if isinstance(store, dist.TCPStore) else LOOPBACK
+    if not isinstance(store, dist.TCPStore):
+        return LOOPBACK if interface is None else interface_address(interface)
+    try:
+        server = addresses_of(store.host, store.port or 1)
+    except OSError as error:
+        raise NativeError(
+            f"the name of the store's host, {store.host}, has no address any more: {error.strerror}",
+            library="libc",
+            function="getaddrinfo",
+            code=error.errno or 0,
+        ) from error
+    if interface is not None:
+        return interface_address(interface, prefers_ipv6=server[0].family == socket.AF_INET6)
+    address = routed_address(store.host, server)
+    if spans_hosts and is_loopback(address):
+        raise refuse_loopback(store.host, server[0].text)
+    return address

@@ -1,7 +1,8 @@
 """Rendezvous: how the processes of a world find each other. This is the only caller of `init_process_group`.
 
-There are three methods: the environment of a launcher such as torchrun, an address given by the caller, on one
-host a path, or a ticket of a driver (`coordinator.meeting`). This module never listens on a wildcard address.
+There are four methods: the environment of torchrun; an address given by the caller or by what `coordinator.launchers`
+has read; on one host, a path; or a ticket of a driver (`coordinator.meeting`). This module never listens on a wildcard
+address.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
 
+from coordinator.addresses.names import await_addresses, is_loopback, refuse_loopback
 from coordinator.bootstrap import fork_guard
-from coordinator.bootstrap.agreement.agreeing import agree
+from coordinator.bootstrap.agreement.agreeing import agree, decline
 from coordinator.bootstrap.agreement.views import View
 from coordinator.bootstrap.blocking_calls import (
     ask_store,
     connect_watched,
     raise_if_lost,
+    refuse_clones,
     run_interruptibly,
     torch_error,
 )
@@ -37,18 +40,21 @@ from coordinator.bootstrap.serving import options_of_server
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
 from coordinator.host.process_groups import GLOO, LOOPBACK, GlooOptions, gloo_at, set_own_world
+from coordinator.launchers.init_methods import FORMS
 from coordinator.meeting.losses import forget_losses, listen_for_losses
 from coordinator.meeting.offers import take
 from coordinator.meeting.tickets import Ticket
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
-from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
+from shm_broadcast.errors import CommError, CommTimeoutError, NativeError, SettingsError, UsageError
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
 
 _WORLD: Final = "group_coordinator/world"
 
 # Rank 0 keeps its store at most this long while the others leave. torch writes to stderr on a rank that finds the
 # store gone, and ranks usually leave together.
 LEAVE_S: Final = 0.1
+# What connecting gets at least of `create_timeout_s` where most of it has passed before the name had an address.
+_LEAST_TIMEOUT_S: Final = 1.0
 # A rank that is earlier than rank 0 in the next world at an address looks again after this pause.
 _LEFT_PAUSE_S: Final = 0.005
 
@@ -62,12 +68,14 @@ class Rendezvous:
         rank: Global rank of this process.
         world_size: Number of processes.
         leave: Releases the store's resources; called once, after the world is destroyed.
+        spans_hosts: Whether a launcher says that the processes are on several hosts.
     """
 
     store: dist.Store
     rank: int
     world_size: int
     leave: Callable[[], None]
+    spans_hosts: bool = False
 
 
 @dataclasses.dataclass
@@ -93,6 +101,7 @@ def init_world(
     backend: str,
     settings: CoordinatorSettings,
     is_elastic: bool = False,
+    spans_hosts: bool = False,
     ticket: Ticket | None = None,
 ) -> dict[str, float]:
     """Initialise torch.distributed for this process. Collective over the world.
@@ -107,6 +116,8 @@ def init_world(
         backend: torch backend of the world's process group; for "gloo" this module chooses the address to listen on.
         settings: Deadlines and the network interface.
         is_elastic: Whether ranks may end and others join, rank 0 too: the store must be outside of the ranks.
+        spans_hosts: Whether a launcher says that the processes are on several hosts. The master's address must then not
+            be a loopback address.
         ticket: The place of this process in a meeting; it replaces the first three arguments.
 
     Returns:
@@ -126,10 +137,11 @@ def init_world(
     with _lock:
         if dist.is_initialized():
             raise UsageError("torch.distributed is already initialised; do not initialise it a second time")
+        name_host(settings.host_id)
         clock = Stopwatch()
         with clock.phase("rendezvous"):
             rendezvous = (
-                _join_rendezvous(world_size, rank, init_method, settings, is_elastic)
+                _join_rendezvous(world_size, rank, init_method, settings, is_elastic, spans_hosts)
                 if ticket is None
                 else _meet_by_ticket(ticket, settings)
             )
@@ -189,7 +201,12 @@ atexit.register(leave_world)
 
 
 def _join_rendezvous(
-    world_size: int, rank: int, init_method: str, settings: CoordinatorSettings, is_elastic: bool
+    world_size: int,
+    rank: int,
+    init_method: str,
+    settings: CoordinatorSettings,
+    is_elastic: bool,
+    spans_hosts: bool,
 ) -> Rendezvous:
     parts = urlsplit(init_method)
     if parts.scheme == "env":
@@ -197,7 +214,8 @@ def _join_rendezvous(
     path, endpoint = _path_of(parts), _endpoint_of(parts)
     if path is None and endpoint is None:
         raise UsageError(
-            f"distributed_init_method is {init_method!r}, but must be env://, tcp://HOST:PORT or file:///DIRECTORY"
+            f"distributed_init_method is {init_method!r}, but must be env://, tcp://HOST:PORT, file:///DIRECTORY, "
+            f"{FORMS}"
         )
     _check_place(rank, world_size, init_method)
     if path is not None:
@@ -206,7 +224,7 @@ def _join_rendezvous(
     assert endpoint is not None
     if is_elastic:
         raise _ends_with_rank_0(init_method)
-    return _meet_at_rank_0(*endpoint, rank, world_size, settings)
+    return _meet_at_rank_0(*endpoint, rank, world_size, settings, spans_hosts)
 
 
 def join_later(init_method: str) -> tuple[dist.Store, Callable[[], None]]:
@@ -278,14 +296,16 @@ def _meet_by_environment(
     if is_elastic and not launch.use_agent_store:
         raise _ends_with_rank_0("env:// without an agent's store")
     serve = rank == 0 and not launch.use_agent_store
-    store = _tcp_store(launch.master_addr, launch.master_port, rank, world_size, serve, settings)
+    store = _tcp_store(
+        launch.master_addr, launch.master_port, rank, world_size, serve, settings, spans_hosts=False
+    )
     # The agent's store outlives worker restarts and is the same for every world of this process, so each world gets
     # its own prefix. A store that rank 0 serves is new for each world, and its prefix has no number: a rank that once
     # gave up before rank 0 joined would use a different prefix from the others ever after.
     number = f"/{next(_worlds)}" if launch.use_agent_store else ""
     attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}{number}", store)
     leave = _nothing if launch.use_agent_store else _leaving(attempt, rank, world_size)
-    return Rendezvous(attempt, rank, world_size, leave)
+    return Rendezvous(attempt, rank, world_size, leave, launch.agents > 1)
 
 
 def _meet_by_ticket(ticket: Ticket, settings: CoordinatorSettings) -> Rendezvous:
@@ -334,14 +354,20 @@ def join_address(
 
 
 def _meet_at_rank_0(
-    host: str, port: int, rank: int, world_size: int, settings: CoordinatorSettings
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    settings: CoordinatorSettings,
+    spans_hosts: bool = False,
 ) -> Rendezvous:
     """Return a store that rank 0 serves at this address, and which this rank has not left before."""
     end = time.monotonic() + settings.create_timeout_s
     while True:
-        store = _tcp_store(host, port, rank, world_size, rank == 0, settings)
+        store = _tcp_store(host, port, rank, world_size, rank == 0, settings, spans_hosts)
         if rank == 0 or not _was_left(store, rank, settings):
-            return Rendezvous(store, rank, world_size, _leaving(store, rank, world_size))
+            leave = _leaving(store, rank, world_size)
+            return Rendezvous(store, rank, world_size, leave, spans_hosts)
         # Rank 0 is still about to leave the last world at this address, and will serve the next one here.
         del store
         if time.monotonic() >= end:
@@ -392,19 +418,29 @@ def _tcp_store(
     world_size: int,
     serve: bool,
     settings: CoordinatorSettings,
+    spans_hosts: bool = False,
     listener: socket.socket | None = None,
     check: Callable[[], None] = _nothing,
 ) -> dist.Store:
-    """Connect to the store at `host`; if `serve`, listen on that address only, or use `listener`, which does."""
-    timeout = timedelta(seconds=settings.create_timeout_s)
+    """Connect to the store at `host`; if `serve`, listen on that address only, or use `listener`, which does.
+
+    A loopback address is refused if `spans_hosts`, before anything listens.
+    """
+    end, over = time.monotonic() + settings.create_timeout_s, threading.Event()
 
     def connect() -> dist.Store:
+        addresses = await_addresses(host, port, settings.create_timeout_s, rank, over)
+        if spans_hosts and is_loopback(addresses[0].text):
+            raise refuse_loopback(host, addresses[0].text)
         options: dict[str, Any] = {}
         if serve:
             options = options_of_server(host, port, world_size, listener)
-        return dist.TCPStore(
+        timeout = timedelta(seconds=max(end - time.monotonic(), _LEAST_TIMEOUT_S))
+        store = dist.TCPStore(
             host, port, world_size, is_master=serve, timeout=timeout, wait_for_workers=False, **options
         )
+        store.set_timeout(timedelta(seconds=settings.create_timeout_s))
+        return store
 
     where = f"rendezvous (rank {rank} of {world_size})"
     try:
@@ -417,6 +453,18 @@ def _tcp_store(
                 missing=(0,),
             ) from error
         raise torch_error(f"{where} at {host}:{port}: {error}", "TCPStore") from error
+    except OSError as error:
+        raise _nameless(where, host, settings.create_timeout_s, serve, error) from error
+    finally:
+        over.set()
+
+
+def _nameless(where: str, host: str, timeout_s: float, serve: bool, error: OSError) -> CommError:
+    """Return the error for a name that has had no address for `timeout_s`: rank 0's own, or where it is looked for."""
+    text = f"the name {host} had no address within {timeout_s:.1f} s: {error.strerror}"
+    if serve:
+        return UsageError(f"rank 0 cannot listen on {host}: {text}")
+    return CommTimeoutError(f"{where}: {text}", missing=(0,))
 
 
 def _connect(
@@ -435,8 +483,12 @@ def _connect(
         "elastic": str(is_elastic),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
-    address = own_address(settings.interface, rendezvous.store)
     world_store = dist.PrefixStore(_WORLD, rendezvous.store)
+    try:
+        address = own_address(settings.interface, rendezvous.store, rendezvous.spans_hosts)
+    except CommError as error:
+        decline(world_store, "the world", rank, error)
+        raise
     with closing(PeerWatch(own, {})) as reported, clock.phase("rendezvous"):
         listen_for_losses(reported, ranks)
         view = View(facts, own, address)
@@ -458,7 +510,9 @@ def _connect(
             )
         set_own_world(dist.group.WORLD, listening)
 
+    where = f"connecting the world (rank {rank} of {len(ranks)})"
     with closing(views.watch()) as watch, clock.phase("gloo"):
+        refuse_clones(watch, where)
         listen_for_losses(watch, ranks)
-        connect_watched(init, "world", f"connecting the world (rank {rank} of {len(ranks)})", watch)
+        connect_watched(init, "world", where, watch)
     return views.processes

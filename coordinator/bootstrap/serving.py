@@ -8,6 +8,7 @@ import resource
 import socket
 from typing import Any, Final
 
+from coordinator.addresses.names import addresses_of
 from shm_broadcast.errors import UsageError
 
 __all__ = ["listen", "options_of_server"]
@@ -54,25 +55,28 @@ def _allow_descriptors(world_size: int) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address of `host`, for rank 0's store.
+    """Return a socket that listens on the first address of `host` that belongs to this host, for rank 0's store.
 
     Raises:
         UsageError: It is a wildcard address, or this process cannot listen there. Port 0 takes any free one.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        addresses = addresses_of(host, port)
     except OSError as error:
         raise UsageError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}") from error
-    if ipaddress.ip_address(str(address[0])).is_unspecified:
-        raise UsageError(
-            f"rank 0 does not listen on the wildcard address {host}:{port}, because any host could connect: "
-            "use the address at which the other ranks reach this host"
-        )
-    try:
-        return socket.create_server(address, family=family, backlog=2048)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise UsageError(
-            f"rank 0 cannot listen on {host}:{port} ({reason}): the address must belong to this host, "
-            "and the port must be free"
-        ) from error
+    refused = list[OSError]()
+    for address in addresses:
+        if ipaddress.ip_address(address.text.partition("%")[0]).is_unspecified:
+            raise UsageError(
+                f"rank 0 does not listen on the wildcard address {host}:{port}, because any host could connect: "
+                "use the address at which the other ranks reach this host"
+            )
+        try:
+            return socket.create_server(address.target, family=address.family, backlog=2048)
+        except OSError as error:
+            refused.append(error)
+    reasons = ", ".join(dict.fromkeys(os.strerror(error.errno or 0) for error in refused))
+    raise UsageError(
+        f"rank 0 cannot listen on {host}:{port} ({reasons}): the address must belong to this host, "
+        "and the port must be free"
+    ) from refused[0]

@@ -21,7 +21,7 @@ from coordinator.bootstrap.rendezvous import (
 )
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import ClosedError, UsageError
-from shm_broadcast.liveness import ProcessIdentity
+from shm_broadcast.liveness import ProcessIdentity, name_host
 from shm_broadcast.status.page import own_page
 
 
@@ -208,6 +208,7 @@ def join_own_world(host: str, port: int, rank: int, size: int, settings: Coordin
         CommTimeoutError: Nobody listened there within `create_timeout_s`; `.missing` names rank 0.
         NativeError: torch could not connect.
     """
+    name_host(settings.host_id)
     rendezvous = join_address(host, port, rank, size, settings)
     fork_guard.protect(rendezvous.store)
     return World(rank, size, rendezvous.store, rendezvous.leave)

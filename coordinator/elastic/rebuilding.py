@@ -20,7 +20,7 @@ from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, ExcludedError, UsageError
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, name_host, this_process
 
 __all__ = ["Create", "Membership", "Plan", "PlanStatus", "join_members", "prepare", "rebuild"]
 
@@ -168,6 +168,7 @@ def join_members(
 ) -> Groups:
     """Wait for a planned change with a place for this process, and take part. See `join_distributed_environment`."""
     (place,) = line.places
+    name_host(settings.host_id)
     note = Note(this_process(), settings_facts(settings, callbacks), {}, 0, place)
     is_behind = place == line.me
     where = f"join (member {line.me})" if is_behind else f"join (member {line.me}, in the place of {place})"

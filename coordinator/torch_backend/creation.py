@@ -28,7 +28,7 @@ from coordinator.torch_backend.process_group import BACKEND, BackendProcessGroup
 from device_comm.cpu import shared_memory
 from device_comm.health import FOREVER_S
 from shm_broadcast.errors import CommError, UsageError
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, name_host, this_process
 
 # A deadline of zero has no meaning for the creation of a group.
 _SHORTEST_S: Final = 0.001
@@ -72,6 +72,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
     rank, name = ranks[options.group_rank], f"torch:{options.group_id}"
     timeout_s = min(max(options.timeout.total_seconds(), _SHORTEST_S), FOREVER_S)
     settings = CoordinatorSettings.resolve(timeout_s=timeout_s, create_timeout_s=timeout_s)
+    name_host(settings.host_id)
     plan = GroupPlan(name, [ranks], Membership(rank, ranks, options.group_rank, tuple(sorted(ranks))))
     where = f"creating group {name!r} (rank {rank})"
     # torch counts groups, and ranks that make different ones may give them the same name.

@@ -30,6 +30,7 @@ from coordinator.bootstrap.agreement.outcomes import Complete, Dissent, Failure,
 from coordinator.bootstrap.agreement.views import Places, View, Views
 from coordinator.bootstrap.blocking_calls import (
     ask_store,
+    clone_hint,
     pause_after,
     raise_if_lost,
     run_interruptibly,
@@ -239,7 +240,8 @@ class _Agreement:
             self.raise_if_lost()
         except PeerLostError as error:
             lost = error.peers[0]
-            self._tell(lambda came: outcomes.Left(came, lost, "has ended"), ANSWER_S)
+            reason = f"has ended{clone_hint(self._watched, (lost,))}"
+            self._tell(lambda came: outcomes.Left(came, lost, reason), ANSWER_S)
             raise
         waited_s = time.monotonic() - self._started
         if waited_s >= self._hung_after_s:
@@ -266,9 +268,13 @@ class _Agreement:
 
     def raise_if_lost(self) -> None:
         """Raise `PeerLostError` if a rank that is known to have come is dead."""
-        raise_if_lost(self._mates if self._watch is None else self._watch, self._where)
+        raise_if_lost(self._watched, self._where)
         if self._reported is not None:
             raise_if_lost(self._reported, self._where)
+
+    @property
+    def _watched(self) -> PeerWatch:
+        return self._mates if self._watch is None else self._watch
 
     @property
     def _hung_after_s(self) -> float:

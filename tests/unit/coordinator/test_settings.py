@@ -25,6 +25,7 @@ SETTINGS = st.builds(
     create_timeout_s=st.floats(0.001, 1e6),
     destroy_timeout_s=st.floats(0.001, 1e6),
     interface=st.sampled_from([None, "eth0", "ib1"]),
+    host_id=st.sampled_from([None, "rack1.n3"]),
     remote_ports=st.sampled_from([None, "29600-29699", "1-65535"]),
     broadcast=st.builds(
         BroadcastSettings,
@@ -290,6 +291,10 @@ def test_a_malformed_cuda_setting_is_refused(field: str, value: Any) -> None:
     [
         ("interface", 3),
         ("interface", ""),
+        ("host_id", 3),
+        ("host_id", ""),
+        ("host_id", "a b"),
+        ("host_id", "n" * 65),
         ("broadcast", {"wait": "spin"}),
         ("remote", BroadcastSettings()),
         ("cuda", {"deterministic": True}),
@@ -331,6 +336,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         create_timeout_s=1,
         destroy_timeout_s=1,
         interface="eth0",
+        host_id="n3",
         remote_ports="29600-29699",
         stack_signal=0,
         broadcast=BroadcastSettings(wait="spin", ring_bytes=MIN_RING_BYTES, warn_after_s=1),
@@ -375,6 +381,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
     }
     assert {
         "interface",
+        "host_id",
         "record_dir",
         "stack_signal",
         *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS),

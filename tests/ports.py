@@ -4,7 +4,7 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["free_port", "listening_addresses"]
+__all__ = ["free_port", "listening_addresses", "listening_ports"]
 
 LISTEN = "0A"  # TCP_LISTEN of include/net/tcp_states.h, as /proc/net/tcp prints it
 
@@ -19,8 +19,18 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def listening_addresses() -> list[str]:
     """Return the addresses on which this process listens by TCP, without ports, unique and sorted."""
+    return sorted({address for address, _ in _listeners()})
+
+
+def listening_ports() -> list[int]:
+    """Return the ports on which this process listens by TCP, sorted."""
+    return sorted(port for _, port in _listeners())
+
+
+def _listeners() -> list[tuple[str, int]]:
+    """Return address and port of each socket on which this process listens by TCP."""
     inodes = _own_socket_inodes()
-    found = set()
+    found = list[tuple[str, int]]()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         path = Path(f"/proc/self/net/{table}")
         if not path.exists():
@@ -28,8 +38,9 @@ def listening_addresses() -> list[str]:
         for line in path.read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == LISTEN and fields[9] in inodes:
-                found.add(_decoded(fields[1].partition(":")[0], family))
-    return sorted(found)
+                address, _, port = fields[1].partition(":")
+                found.append((_decoded(address, family), int(port, 16)))
+    return found
 
 
 def _own_socket_inodes() -> set[str]:

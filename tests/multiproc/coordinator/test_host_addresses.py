@@ -21,11 +21,14 @@ from shm_broadcast import liveness
 from shm_broadcast.queue import QueueReader, QueueWriter
 from tests.host_namespaces import Host, hosts_file, run_on_hosts
 from tests.hosts import report
-from tests.ports import listening_addresses
+from tests.ports import listening_addresses, listening_ports
 from tests.probes import requires
 from tests.worlds import meet, outcome_of, small
 
 pytestmark = requires("network_namespaces")
+
+RANDOM_PORTS = (40000, 40200)
+"""The ports that the kernel gives those who ask for any, on both hosts."""
 
 Found = dict[str, list[dict[str, Any]]]
 
@@ -51,7 +54,10 @@ def a_host(number: int) -> Host:
             "10.77.0.2 n02",
             "fd77::1 six",
         ],
-        ["ip route add default via 10.66.0.254 dev wrong"],
+        [
+            "ip route add default via 10.66.0.254 dev wrong",
+            f"echo {RANDOM_PORTS[0]} {RANDOM_PORTS[1]} > /proc/sys/net/ipv4/ip_local_port_range",
+        ],
     )
 
 
@@ -91,6 +97,7 @@ def join(
     environ: Mapping[str, str] | None = None,
     interface: str | None = None,
     create_timeout_s: float = 20.0,
+    remote_ports: str | None = None,
     host_id: str | None = None,
     *,
     rank: int = -1,
@@ -100,7 +107,11 @@ def join(
 ) -> dict[str, Any]:
     """Join a world and use it; return what happened, what was computed, and where this process listened."""
     settings = CoordinatorSettings.resolve(
-        {}, create_timeout_s=create_timeout_s, interface=interface, host_id=host_id
+        {},
+        create_timeout_s=create_timeout_s,
+        interface=interface,
+        remote_ports=remote_ports,
+        host_id=host_id,
     )
     os.environ.update(environ or {})
     try:
@@ -130,6 +141,7 @@ def join(
             end.enqueue("word")
             found["told"] = "word"
         found["addresses"] = listening_addresses()
+        found["ports"] = listening_ports()
         world.barrier()
     destroy_distributed_environment()
     return found
@@ -192,6 +204,7 @@ def run_scenarios(directory: Path, rank: int) -> dict[str, Any]:
     place: dict[str, Any] = {"rank": rank, "world_size": 4}
     scenarios: dict[str, Any] = {
         "address": lambda: join("tcp://10.77.0.1:29501", **place),
+        "ports of queues": lambda: join("tcp://10.77.0.1:29510", remote_ports="29600-29601", **place),
         "srun": lambda: join("slurm://", slurm(rank, "n[01-02]", 29502)),
         "mpiexec, IPv6": lambda: join("mpi://[fd77::1]:29503", mpich(rank)),
         "interface, IPv6": lambda: join("tcp://six:29504", interface="six", **place),
@@ -241,6 +254,17 @@ def test_ranks_listen_on_the_route_to_the_master_and_not_on_the_default_route(
 ) -> None:
     """The default route of both hosts leads over another interface, on which nothing listens."""
     assert_world(found[scenario], ["10.77.0.1", "10.77.0.2"])
+
+
+def test_random_ports_are_those_of_the_kernel(found: Found) -> None:
+    """A firewall lets through the store's port and `ip_local_port_range`; queues can have a range of their own."""
+    first, last = RANDOM_PORTS
+    for rank, each in enumerate(found["address"]):
+        assert each["ports"]
+        assert all(first <= port <= last or (port == 29501 and rank == 0) for port in each["ports"]), each
+    writer = found["ports of queues"][0]
+    assert set(writer["ports"]) & {29600, 29601}
+    assert 29510 in writer["ports"]
 
 
 @pytest.mark.guarantee("G61")

@@ -55,8 +55,10 @@ def plant(name: str, record: Path) -> None:
             live.append(look(pids))
             (record.parent / f"{record.name}-looked").touch()
         if fault.dead == tuple(range(RANKS)):
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
+            # None may run on to see another one end: that would be what the record tells.
+            for end in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in pids:
+                    os.kill(pid, end)
 
     run_ranks(suffer, RANKS, name, str(record), expect_dead=fault.dead, while_running=while_running)
     for verdict in live:

@@ -15,7 +15,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-elastic bench check typecheck test test-fast test-native test-thorough stress test-nccl test-kernels test-gpu test-wheel test-engines bench-engines api docs dist clean
+.PHONY: help setup demo demo-elastic bench check typecheck test test-fast test-native test-thorough stress test-nccl test-kernels test-gpu test-wheel test-engines test-ray bench-engines api docs dist clean
 # Tests that `make test-wheel` runs; all of them take as long as `make test`.
 TESTS ?= tests
 # Folder for the figures and plots of `make bench`; it is not committed.
@@ -102,6 +102,9 @@ test-wheel: dist ## Run the tests against the wheel in a separate environment (T
 
 test-engines: dist ## Run a real vLLM over our groups and queues, beside vLLM as it is (downloads 1.5 GB the first time)
 	VLLM_PYTHON="$$($(PY) -m tests.real_engines.environment dist/*.whl)" SGLANG_WHEEL="$$($(PY) -m tests.real_engines.sglang_environment)" $(PY) -m pytest -q -m engine -o faulthandler_timeout=900 tests/real_engines
+
+test-ray: $(VENV)/.installed-ray ## Run ranks as actors of a real Ray, on clusters of two hosts in network namespaces (needs root; downloads 80 MB the first time)
+	$(PY) -m pytest -q -m engine -o faulthandler_timeout=900 tests/real_ray
 
 bench-engines: dist ## Measure the steps of a real vLLM over our groups and queues, beside vLLM as it is (BENCH_ARGS=…)
 	$(PY) -m benchmarks engines "$$($(PY) -m tests.real_engines.environment dist/*.whl)" $(BENCH_ARGS)

@@ -37,6 +37,8 @@ PER_RANK_FIELDS = frozenset(
         "interface",
         "host_id",
         "record_dir",
+        "secret_descriptor",
+        "secret_file",
         "stack_signal",
         *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS),
     }
@@ -73,6 +75,13 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             ranks.
         stack_signal: Real-time signal on which this process writes its Python stacks when a rank's call has timed out,
             46 by default; 0 for none, and for a process that asks no others either. May differ between ranks.
+        secret_file: A file with the secret of the job, at least 32 random bytes, which only this user can read. Ranks
+            with a secret meet in a store that admits nobody without it; all ranks need the same one. May differ between
+            ranks, as the next.
+        secret_descriptor: Number of an inherited descriptor with the secret, such as that of a pipe, instead of a file.
+        security: "required" refuses plaintext between hosts, and to start without a secret; "optional" allows both.
+        bulk: "plaintext" acknowledges, where security is required, that tensors and objects between hosts go over Gloo
+            or NCCL, which do not encrypt them. None does not.
         broadcast: Queues over shared memory.
         remote: Queue readers on other hosts: high-water mark and heartbeats.
         cuda: Groups on CUDA devices: our kernels, their memory, NCCL.
@@ -89,6 +98,10 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     remote_ports: str | None = None
     record_dir: str | None = None
     stack_signal: int = DEFAULT_SIGNAL
+    secret_file: str | None = None
+    secret_descriptor: int | None = None
+    security: Literal["optional", "required"] = "optional"
+    bulk: Literal["plaintext"] | None = None
     broadcast: BroadcastSettings = BroadcastSettings()
     remote: RemoteSettings = RemoteSettings()
     cuda: CudaSettings = CudaSettings()
@@ -119,9 +132,30 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 f"stack_signal is {self.stack_signal!r}, but must be a real-time signal, {int(signal.SIGRTMIN)} to "
                 f"{int(signal.SIGRTMAX)}, or 0 for none"
             )
+        self._check_security()
         for section, kind in _SECTIONS.items():
             if not isinstance(getattr(self, section), kind):
                 raise SettingsError(f"{section} is {getattr(self, section)!r}, but must be {kind.__name__}")
+
+    def _check_security(self) -> None:
+        if self.secret_file is not None and not _is_absolute_path(self.secret_file):
+            raise SettingsError("secret_file must be the absolute path of a file, not what is in it")
+        number = self.secret_descriptor
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise SettingsError("secret_descriptor must be the number of a descriptor")
+        if self.security not in ("optional", "required"):
+            raise SettingsError(f"security is {self.security!r}, but must be 'optional' or 'required'")
+        if self.bulk not in (None, "plaintext"):
+            raise SettingsError(f"bulk is {self.bulk!r}, but must be 'plaintext' or None")
+        if self.secret_file is not None and number is not None:
+            raise SettingsError(
+                "secret_file and secret_descriptor are both set: name one place of the secret"
+            )
+        if self.security == "required" and self.secret_file is None and number is None:
+            raise SettingsError(
+                "security is 'required', and there is no secret: name it in secret_file "
+                "(GROUP_COORDINATOR_SECRET_FILE) or secret_descriptor"
+            )
 
     @property
     def remote_port_range(self) -> tuple[int, int] | None:
@@ -402,7 +436,9 @@ def _read_variables(cls: type[CoordinatorSettings], environ: Mapping[str, str]) 
 
 def _malformed(name: str, text: str, kind: Any, error: Exception) -> SettingsError:
     choice = f"; must be one of {get_args(kind)}" if get_origin(kind) is Literal else ""
-    return SettingsError(f"environment variable {name}={text!r}: {error}{choice}")
+    # Whoever mistakes it for the place of the secret itself must not find that in a log.
+    shown = name if name.startswith(f"{PREFIX}SECRET") else f"{name}={text!r}"
+    return SettingsError(f"environment variable {shown}: {error}{choice}")
 
 
 def _refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> None:

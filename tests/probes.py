@@ -113,6 +113,12 @@ def _promtool() -> str | None:
     return None if shutil.which("promtool") else "needs promtool, which Debian's package prometheus holds"
 
 
+def _ray() -> str | None:
+    if importlib.util.find_spec("ray") is None:
+        return "needs the package ray (make test-ray installs it)"
+    return None if os.geteuid() == 0 else "needs root, to start hosts with namespaces of their own"
+
+
 PROBES: dict[str, Callable[[], str | None]] = {
     "network_namespaces": functools.cache(_network_namespaces),
     "compiler": functools.cache(_compiler),
@@ -122,5 +128,6 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "other_user": _other_user,
     "nccl": functools.cache(_nccl),
     "promtool": _promtool,
+    "ray": _ray,
 }
 """By name what a test may need, with a function that returns what this machine lacks, or None."""

@@ -22,6 +22,8 @@ from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.world import World
 from coordinator.meeting.losses import listen_for_losses
+from coordinator.security.requirement import check_plaintext
+from coordinator.security.store import generation_facts
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
 from device_comm.health import SLICE_S, failure_of
@@ -75,6 +77,7 @@ def create_parts(
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
+        **generation_facts(store),
         **facts,
     }
     everyone = sorted({rank for plan in plans for rank in plan.membership.everyone}) or list(
@@ -92,6 +95,7 @@ def create_parts(
             started = time.perf_counter()
             views = _agree(world, prefix, what, everyone, own, settings.create_timeout_s, agreed)
             _call(to_call)
+            check_plaintext(settings, store, views.spans_hosts, what)
             agreement_s = time.perf_counter() - started
             for plan, region, own_store in zip(plans, regions, stores, strict=True):
                 builder = GroupBuilder(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from coordinator.addresses.interfaces import interface_address, routed_address
 from coordinator.addresses.names import addresses_of, is_loopback, refuse_loopback
 from coordinator.host.process_groups import LOOPBACK
+from coordinator.security.store import SecuredStore
 from shm_broadcast.errors import NativeError, UsageError
 
 
@@ -105,7 +106,7 @@ def own_address(interface: str | None, store: dist.Store, spans_hosts: bool = Fa
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
+    if not isinstance(store, dist.TCPStore | SecuredStore):
         return LOOPBACK if interface is None else interface_address(interface)
     try:
         server = addresses_of(store.host, store.port or 1)

@@ -36,7 +36,8 @@ from coordinator.bootstrap.blocking_calls import (
 )
 from coordinator.bootstrap.membership import own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
-from coordinator.bootstrap.serving import options_of_server
+from coordinator.bootstrap.secured import meet_by_hint, place_of, store_at
+from coordinator.bootstrap.serving import allow_descriptors, options_of_server
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
 from coordinator.host.process_groups import GLOO, LOOPBACK, GlooOptions, gloo_at, set_own_world
@@ -44,6 +45,9 @@ from coordinator.launchers.init_methods import FORMS
 from coordinator.meeting.losses import forget_losses, listen_for_losses
 from coordinator.meeting.offers import take
 from coordinator.meeting.tickets import Ticket
+from coordinator.security import store as secured_store
+from coordinator.security.opening import Place
+from coordinator.security.requirement import check_plaintext
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import CommError, CommTimeoutError, NativeError, SettingsError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
@@ -209,6 +213,11 @@ def _join_rendezvous(
     spans_hosts: bool,
 ) -> Rendezvous:
     parts = urlsplit(init_method)
+    if is_elastic and (settings.secret_file is not None or settings.secret_descriptor is not None):
+        raise UsageError(
+            "elastic=True needs a store that outlives every rank, and with a secret rank 0 serves the store: "
+            "use one of the two"
+        )
     if parts.scheme == "env":
         return _meet_by_environment(world_size, rank, settings, is_elastic)
     path, endpoint = _path_of(parts), _endpoint_of(parts)
@@ -220,7 +229,9 @@ def _join_rendezvous(
     _check_place(rank, world_size, init_method)
     if path is not None:
         rendezvous = DirectoryRendezvous(path, rank, world_size)
-        return Rendezvous(rendezvous.join(settings.create_timeout_s), rank, world_size, rendezvous.leave)
+        store = rendezvous.join(settings.create_timeout_s)
+        met = Rendezvous(store, rank, world_size, rendezvous.leave)
+        return _behind_hint(met, rendezvous.generation, settings)
     assert endpoint is not None
     if is_elastic:
         raise _ends_with_rank_0(init_method)
@@ -296,16 +307,47 @@ def _meet_by_environment(
     if is_elastic and not launch.use_agent_store:
         raise _ends_with_rank_0("env:// without an agent's store")
     serve = rank == 0 and not launch.use_agent_store
-    store = _tcp_store(
-        launch.master_addr, launch.master_port, rank, world_size, serve, settings, spans_hosts=False
+    host, port, run = (
+        launch.master_addr,
+        launch.master_port,
+        f"{launch.run_id or 'run'}/{launch.restart_count}",
     )
+    # The agent's store cannot be a secured one: it tells where that is.
+    place = None if launch.use_agent_store else place_of(settings, f"{run} {host}:{port}", rank, world_size)
+    store = _tcp_store(host, port, rank, world_size, serve, settings, place, spans_hosts=False)
     # The agent's store outlives worker restarts and is the same for every world of this process, so each world gets
     # its own prefix. A store that rank 0 serves is new for each world, and its prefix has no number: a rank that once
     # gave up before rank 0 joined would use a different prefix from the others ever after.
     number = f"/{next(_worlds)}" if launch.use_agent_store else ""
-    attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}{number}", store)
-    leave = _nothing if launch.use_agent_store else _leaving(attempt, rank, world_size)
-    return Rendezvous(attempt, rank, world_size, leave, launch.agents > 1)
+    attempt = dist.PrefixStore(f"{run}{number}", store)
+    if not launch.use_agent_store:
+        return Rendezvous(attempt, rank, world_size, _leaving(attempt, rank, world_size))
+    met = Rendezvous(attempt, rank, world_size, _nothing, launch.agents > 1)
+    return _behind_hint(met, f"{run}{number}", settings)
+
+
+def _behind_hint(met: Rendezvous, run: str, settings: CoordinatorSettings) -> Rendezvous:
+    """Return the rendezvous in the secured store of a job with a secret, of which `met` only says where it is.
+
+    Without a secret return `met`.
+    """
+    rank, world_size = met.rank, met.world_size
+    try:
+        place = place_of(settings, run, rank, world_size)
+        if place is None:
+            return met
+        address = "" if rank else own_address(settings.interface, met.store, met.spans_hosts)
+        store = meet_by_hint(place, met.store, address, settings, _nothing)
+    except BaseException:
+        met.leave()
+        raise
+    leave_store = _leaving(store, rank, world_size)
+
+    def leave() -> None:
+        leave_store()
+        met.leave()
+
+    return Rendezvous(store, rank, world_size, leave, met.spans_hosts)
 
 
 def _meet_by_ticket(ticket: Ticket, settings: CoordinatorSettings) -> Rendezvous:
@@ -313,6 +355,7 @@ def _meet_by_ticket(ticket: Ticket, settings: CoordinatorSettings) -> Rendezvous
     listener, rank, world_size = take(ticket), ticket.rank, ticket.world_size
     where = f"rendezvous (rank {rank} of {world_size})"
     try:
+        place = place_of(settings, f"meeting {ticket.meeting}", rank, world_size)
         with closing(PeerWatch(this_process(), {})) as watch:
             listen_for_losses(watch, range(world_size))
             store = _tcp_store(
@@ -322,6 +365,7 @@ def _meet_by_ticket(ticket: Ticket, settings: CoordinatorSettings) -> Rendezvous
                 world_size,
                 rank == 0,
                 settings,
+                place,
                 listener=listener,
                 check=lambda: raise_if_lost(watch, where),
             )
@@ -363,12 +407,14 @@ def _meet_at_rank_0(
 ) -> Rendezvous:
     """Return a store that rank 0 serves at this address, and which this rank has not left before."""
     end = time.monotonic() + settings.create_timeout_s
+    place = place_of(settings, f"{host}:{port}", rank, world_size)
     while True:
-        store = _tcp_store(host, port, rank, world_size, rank == 0, settings, spans_hosts)
+        store = _tcp_store(host, port, rank, world_size, rank == 0, settings, place, spans_hosts)
         if rank == 0 or not _was_left(store, rank, settings):
             leave = _leaving(store, rank, world_size)
             return Rendezvous(store, rank, world_size, leave, spans_hosts)
         # Rank 0 is still about to leave the last world at this address, and will serve the next one here.
+        secured_store.close(store)
         del store
         if time.monotonic() >= end:
             raise CommTimeoutError(
@@ -401,7 +447,11 @@ def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None
     def leave() -> None:
         if rank:
             status_store.leave()
-            return
+        else:
+            await_others()
+        secured_store.close(store)
+
+    def await_others() -> None:
         end = time.monotonic() + LEAVE_S
         while (
             status_store.is_reachable and len(status_store.left()) < world_size - 1 and time.monotonic() < end
@@ -418,13 +468,15 @@ def _tcp_store(
     world_size: int,
     serve: bool,
     settings: CoordinatorSettings,
+    place: Place | None,
     spans_hosts: bool = False,
     listener: socket.socket | None = None,
     check: Callable[[], None] = _nothing,
 ) -> dist.Store:
     """Connect to the store at `host`; if `serve`, listen on that address only, or use `listener`, which does.
 
-    A loopback address is refused if `spans_hosts`, before anything listens.
+    With a `place` in a job with a secret it is a secured store. A loopback address is refused if `spans_hosts`, before
+    anything listens.
     """
     end, over = time.monotonic() + settings.create_timeout_s, threading.Event()
 
@@ -432,6 +484,12 @@ def _tcp_store(
         addresses = await_addresses(host, port, settings.create_timeout_s, rank, over)
         if spans_hosts and is_loopback(addresses[0].text):
             raise refuse_loopback(host, addresses[0].text)
+        if place is not None:
+            if serve:
+                allow_descriptors(world_size)
+            descriptor = None if listener is None else listener.detach()
+            left_s = max(end - time.monotonic(), _LEAST_TIMEOUT_S)
+            return store_at(place, addresses[0].text, port, left_s, over, descriptor)
         options: dict[str, Any] = {}
         if serve:
             options = options_of_server(host, port, world_size, listener)
@@ -481,6 +539,7 @@ def _connect(
         "world_size": str(rendezvous.world_size),
         "backend": backend,
         "elastic": str(is_elastic),
+        **secured_store.generation_facts(rendezvous.store),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
     world_store = dist.PrefixStore(_WORLD, rendezvous.store)
@@ -495,6 +554,7 @@ def _connect(
         views = agree(
             world_store, "the world", rank, ranks, view, settings.create_timeout_s, reported=reported
         )
+    check_plaintext(settings, rendezvous.store, views.spans_hosts, "the world")
     listening = views.listening_address(LOOPBACK)
 
     def init() -> None:

@@ -84,6 +84,11 @@ class DirectoryRendezvous:
         self._store: dist.Store | None = None
         self._link: Path | None = None
 
+    @property
+    def generation(self) -> str:
+        """Return the name of the generation that this process has joined; empty before."""
+        return "" if self._generation is None else self._generation.name
+
     def join(self, timeout_s: float) -> dist.Store:
         """Return the store of this run, as soon as rank 0 has created it.
 

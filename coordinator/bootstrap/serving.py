@@ -11,7 +11,7 @@ from typing import Any, Final
 from coordinator.addresses.names import addresses_of
 from shm_broadcast.errors import UsageError
 
-__all__ = ["listen", "options_of_server"]
+__all__ = ["allow_descriptors", "listen", "options_of_server"]
 
 # Each rank connects once for everything, once to wait in agreements, and once while it connects Gloo.
 _CONNECTIONS_PER_RANK: Final = 3
@@ -33,7 +33,7 @@ def options_of_server(
     Raises:
         UsageError: This process cannot listen there, or may not open so many descriptors.
     """
-    _allow_descriptors(world_size)
+    allow_descriptors(world_size)
     # The store takes over the descriptor; detaching prevents a second close.
     return {
         "master_listen_fd": (listener or listen(host, port)).detach(),
@@ -41,7 +41,12 @@ def options_of_server(
     }
 
 
-def _allow_descriptors(world_size: int) -> None:
+def allow_descriptors(world_size: int) -> None:
+    """Raise the limit of open descriptors of this process if serving the store of so many ranks needs it.
+
+    Raises:
+        UsageError: It may not open so many.
+    """
     needed = _CONNECTIONS_PER_RANK * world_size + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -104,6 +104,11 @@ def make_tickets(offers: Sequence[Offer], places: Sequence[tuple[int, int]]) -> 
         raise UsageError("make_tickets needs one offer per rank, and that of rank 0 must listen: offer(host)")
     if len(places) != len(offers):
         raise UsageError(f"make_tickets got {len(offers)} offers and {len(places)} places")
+    for rank, (local_rank, local_world_size) in enumerate(places):
+        if not 0 <= local_rank < local_world_size:
+            raise UsageError(
+                f"make_tickets got local rank {local_rank} of {local_world_size} for rank {rank}"
+            )
     if len({offer.token for offer in offers}) < len(offers):
         raise UsageError("make_tickets got one offer for two ranks")
     meeting, first = secrets.token_hex(16), offers[0]

@@ -40,9 +40,22 @@ class Place:
 
 
 def serve_at(
-    place: Place, address: str, ports: tuple[int, int] | None, timeout_s: float, check: Callable[[], None]
+    place: Place,
+    address: str,
+    ports: tuple[int, int] | None,
+    timeout_s: float,
+    check: Callable[[], None],
+    descriptor: int | None = None,
 ) -> SecuredStore:
     """Return rank 0's store, which it serves at a numeric address and a port of a range, and nowhere else.
+
+    Args:
+        place: Rank 0's place.
+        address: The address to listen on.
+        ports: The first and the last port; None for any.
+        timeout_s: How long its own connection may take, in seconds.
+        check: As of `connect_to`.
+        descriptor: A socket that listens there already, which the store then owns.
 
     Raises:
         UsageError: This process cannot listen there.
@@ -51,7 +64,8 @@ def serve_at(
     """
     keys = keys_of_store(place.secret, place.run)
     try:
-        server = StoreServer(keys, public_keys(place.secret, place.run, place.world_size), (address, ports))
+        ranks = public_keys(place.secret, place.run, place.world_size)
+        server = StoreServer(keys, ranks, (address, ports), descriptor)
     except CapabilityError as error:
         if ports is None:
             raise

@@ -61,6 +61,7 @@ class StoreServer:
         keys: RemoteKeys,
         ranks: Mapping[bytes, int],
         place: tuple[str, tuple[int, int] | None],
+        descriptor: int | None = None,
     ) -> None:
         """Listen, and start to serve.
 
@@ -68,6 +69,7 @@ class StoreServer:
             keys: The store's key pair.
             ranks: The rank of each public key that is admitted, as that rank only.
             place: The numeric address to listen on, never a wildcard, and the first and last port; None for any.
+            descriptor: A socket that listens there already, which the store then owns.
 
         Raises:
             UsageError: The address is not of this host, or a wildcard.
@@ -85,7 +87,9 @@ class StoreServer:
             self._context = new_context(1)
             self._gatekeeper = Gatekeeper(self._context, ranks, self._fields, "rank of this job")
             try:
-                self._router, self.port = listen(self._context, keys, *place, PINGS, LONGEST_QUESTION)
+                self._router, self.port = listen(
+                    self._context, keys, *place, PINGS, LONGEST_QUESTION, descriptor
+                )
             except BaseException:
                 self._gatekeeper.socket.close(0)
                 self._context.term()

@@ -24,7 +24,7 @@ from coordinator.security.records import (
 )
 from coordinator.security.server import StoreServer
 
-__all__ = ["SecuredStore", "generation_facts", "secured"]
+__all__ = ["SecuredStore", "close", "generation_facts", "secured"]
 
 
 class SecuredStore(dist.Store):
@@ -152,6 +152,13 @@ def secured(store: dist.Store) -> SecuredStore | None:
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
     return base if isinstance(base, SecuredStore) else None
+
+
+def close(store: dist.Store) -> None:
+    """Close the secured store below any prefixes of `store`; does nothing to another one."""
+    base = secured(store)
+    if base is not None:
+        base.close()
 
 
 def generation_facts(store: dist.Store) -> dict[str, str]:

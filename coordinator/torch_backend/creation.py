@@ -22,6 +22,7 @@ from coordinator.bootstrap.membership import Membership, own_address
 from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.world import World
 from coordinator.host.process_groups import LOOPBACK, GlooOptions, build_gloo_backend
+from coordinator.security.requirement import check_plaintext
 from coordinator.settings import CoordinatorSettings
 from coordinator.torch_backend.errors import for_torch
 from coordinator.torch_backend.process_group import BACKEND, BackendProcessGroup
@@ -93,6 +94,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
         except BaseException as error:
             give_up([], error, [status_store(plan, store)] if agreed.is_set() else [])
             raise
+        check_plaintext(settings, options.store, views.spans_hosts, f"group {name!r}")
         if not views.share_memory:
             return build_gloo_backend(options, GlooOptions(views.listening_address(LOOPBACK)))
         builder = GroupBuilder(

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shm_broadcast.errors import SettingsError
+from shm_broadcast.errors import SettingsError, UsageError
 
 from .config import ModelConfig
 from .errors import DemoError
@@ -38,11 +38,12 @@ def main(arguments: Sequence[str]) -> int:
             return 1
     try:
         _check_model(options)
-        if not LAUNCHER_VARIABLES & os.environ.keys():
-            return launch(options, arguments)
-        _check_launcher(options)
+        if options.init_method is None:
+            if not LAUNCHER_VARIABLES & os.environ.keys():
+                return launch(options, arguments)
+            _check_launcher(options)
         return _run_rank(options)
-    except (DemoError, SettingsError) as error:
+    except (DemoError, SettingsError, UsageError) as error:
         sys.stderr.write(f"tiny_llm: error: {error}\n")
         return 2
 

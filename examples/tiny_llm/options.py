@@ -19,6 +19,9 @@ Without --model, first train a tiny model on a few sentences (some seconds) and 
 EPILOG = """\
 Under torchrun each process is one rank; their number must be --tp times --pp:
   torchrun --nproc-per-node 4 -m examples.tiny_llm --tp 2 --pp 2
+Other launchers are named:
+  mpiexec -n 4 python -m examples.tiny_llm --init-method mpi://127.0.0.1:29700
+  srun -n 4 python -m examples.tiny_llm --init-method slurm://:29700
 
 exit status: 0 if all tokens are identical, 1 if not or if a rank failed, 2 for wrong options or an unusable model
 """
@@ -57,6 +60,8 @@ class Options:
         hold_s: Seconds for which the prompts are served again and again at the end, for those who watch.
         deadline_s: Seconds after which the launcher gives up, beside `hold_s`.
         as_json: Whether to print JSON instead of text.
+        init_method: How the ranks that another launcher started meet, such as "mpi://HOST:PORT"; None for torchrun, and
+            for the ranks that the demo starts itself.
         launched: Set in the processes that the launcher starts.
     """
 
@@ -73,6 +78,7 @@ class Options:
     hold_s: float = 0.0
     deadline_s: float = 300.0
     as_json: bool = False
+    init_method: str | None = None
     launched: LaunchedRank | None = None
 
     @property
@@ -165,6 +171,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         metavar="S",
         help="seconds until the launcher gives up, beside --hold (%(default)s)",
     )
+    add("--init-method", metavar="URL", help="how ranks that another launcher starts meet (see below)")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--launched", nargs=3, default=None, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
@@ -186,6 +193,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         hold_s=parsed.hold,
         deadline_s=parsed.deadline,
         as_json=parsed.json,
+        init_method=parsed.init_method,
         launched=launched,
     )
 

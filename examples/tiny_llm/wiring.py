@@ -28,9 +28,13 @@ def join_groups(options: Options) -> Iterator[tuple[ModelGroups, ModelGroups]]:
 
     Yields:
         The groups of the parallel model, and groups of this rank only.
+
+    Raises:
+        DemoError: The options need another number of ranks.
     """
     if options.launched is None:
-        init_distributed_environment(backend=CPU_BACKEND)  # torchrun has set the environment
+        method = options.init_method or "env://"  # torchrun has set the environment
+        init_distributed_environment(distributed_init_method=method, backend=CPU_BACKEND)
     else:
         init_distributed_environment(
             world_size=options.world_size,
@@ -39,6 +43,7 @@ def join_groups(options: Options) -> Iterator[tuple[ModelGroups, ModelGroups]]:
             backend=CPU_BACKEND,
         )
     try:
+        options.check_world_size(get_world_group().world_size)
         layout = ParallelLayout(tensor=options.tensor, pipeline=options.pipeline)
         with ParallelGroups.create(
             layout, backend=CPU_BACKEND, use_message_queue_broadcaster=False, world=get_world_group()

@@ -177,11 +177,12 @@ def listen(
     port_range: tuple[int, int] | None,
     settings: RemoteSettings,
     most_bytes: int = _CONTROL_BYTES,
+    descriptor: int | None = None,
 ) -> tuple[Socket, int]:
     """Return a socket that listens on one address, and its port.
 
     The context's `Gatekeeper` must already exist; without it no connection is admitted. Records of more than
-    `most_bytes` break their connection.
+    `most_bytes` break their connection. A `descriptor` that listens at that address and port is used, and owned.
 
     Raises:
         UsageError: The address is a wildcard or does not belong to this host, or the port range is not valid.
@@ -199,6 +200,8 @@ def listen(
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.set(zmq.MAXMSGSIZE, most_bytes)
         router.set(zmq.BACKLOG, _BACKLOG)
+        if descriptor is not None:
+            router.set(zmq.USE_FD, descriptor)
         router.set(zmq.IPV6, int(":" in host))
         for port in _ports(port_range):
             try:

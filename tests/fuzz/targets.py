@@ -216,7 +216,8 @@ def handover_target() -> Target:
 
     def owner_says(body: bytes, number: int) -> None:
         answer = segment._proof(KEY, b"owner", proof + body) if number % 16 else bytes(32)
-        given = [os.dup(null) for _ in range((2, 1, 3)[count_of(body, number)])]
+        count = 0 if number % 50 == 25 else (2, 1, 3)[count_of(body, number)]
+        given = [os.dup(null) for _ in range(count)]
         ends: dict[int, bytes | OSError] = {0: b"", 25: ConnectionResetError()}
         there.append(_Peer(challenge, ends.get(number % 50, answer + body), descriptors=given))
         try:

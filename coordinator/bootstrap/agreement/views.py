@@ -219,6 +219,11 @@ class Views:
         }
         return PeerWatch(self.own.process, others, hostnames)
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Return whether the loopback address does not reach all ranks."""
+        return len({place.loopback for place in self._places.values()}) > 1
+
     def listening_address(self, loopback: str) -> str:
         """Return the address to listen on: `loopback` if it reaches all ranks, else the one this rank announced.
 
@@ -227,7 +232,7 @@ class Views:
         Raises:
             CapabilityError: Ranks are on several hosts, and one of them announced a loopback address.
         """
-        if len({place.loopback for place in self._places.values()}) == 1:
+        if not self.spans_hosts:
             return loopback
         for member, place in sorted(self._places.items()):
             if place.is_hidden:

@@ -1,4 +1,4 @@
-"""Let Ray carry handles: its workers are no family of processes in the sense of `sealing`."""
+"""Let Ray carry handles of queues: its workers are no family of processes in the sense of `sealing`."""
 
 import sys
 from collections.abc import Callable

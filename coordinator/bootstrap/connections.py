@@ -1,4 +1,4 @@
-"""Connections to a store on which a thread can wait while others of the process use the usual one.
+"""Connections to the store of a world: the usual one, and those on which a thread can wait while others use that.
 
 torch locks a connection over TCP while it waits for a key. A second one is opened once for a world and kept: opening it
 may take seconds where names are resolved slowly, since torch looks up the name that belongs to an address.
@@ -6,14 +6,28 @@ may take seconds where names are resolved slowly, since torch looks up the name 
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
 import torch.distributed as dist
 
-__all__ = ["SpareConnection", "connection_of_its_own", "is_local"]
+from coordinator.addresses.names import await_addresses, is_loopback, refuse_loopback
+from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
+from coordinator.bootstrap.secured import store_at
+from coordinator.bootstrap.serving import allow_descriptors, options_of_server
+from coordinator.security.opening import Place
+from coordinator.settings import CoordinatorSettings
+from shm_broadcast.errors import CommError, CommTimeoutError, UsageError
+
+__all__ = ["SpareConnection", "connection_of_its_own", "is_local", "open_tcp_store"]
+
+# What connecting gets at least of `create_timeout_s` where most of it has passed before the name had an address.
+_LEAST_TIMEOUT_S: Final = 1.0
 
 
 class SpareConnection:
@@ -59,3 +73,73 @@ def connection_of_its_own(store: dist.Store) -> dist.Store:
     connected: Any = store  # torch's stubs do not know `clone`
     clone: dist.Store = connected.clone()
     return clone
+
+
+def _no_check() -> None:
+    """Raise nothing: no rank is known to be lost."""
+
+
+def open_tcp_store(
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    serve: bool,
+    settings: CoordinatorSettings,
+    place: Place | None,
+    spans_hosts: bool = False,
+    listener: socket.socket | None = None,
+    check: Callable[[], None] = _no_check,
+) -> dist.Store:
+    """Connect to the store at `host`; if `serve`, listen on that address only, or use `listener`, which does.
+
+    With a `place` in a job with a secret it is a secured store. A loopback address is refused if `spans_hosts`, before
+    anything listens.
+    """
+    end, over = time.monotonic() + settings.create_timeout_s, threading.Event()
+
+    def connect() -> dist.Store:
+        addresses = await_addresses(host, port, settings.create_timeout_s, rank, over)
+        if spans_hosts and is_loopback(addresses[0].text):
+            raise refuse_loopback(host, addresses[0].text)
+        if place is not None:
+            if serve:
+                allow_descriptors(world_size)
+            descriptor = None if listener is None else listener.detach()
+            left_s = max(end - time.monotonic(), _LEAST_TIMEOUT_S)
+            return store_at(place, addresses[0].text, port, left_s, over, descriptor)
+        options: dict[str, Any] = {}
+        if serve:
+            options = options_of_server(host, port, world_size, listener)
+        timeout = timedelta(seconds=max(end - time.monotonic(), _LEAST_TIMEOUT_S))
+        store = dist.TCPStore(
+            host, port, world_size, is_master=serve, timeout=timeout, wait_for_workers=False, **options
+        )
+        store.set_timeout(timedelta(seconds=settings.create_timeout_s))
+        return store
+
+    where = f"rendezvous (rank {rank} of {world_size})"
+    try:
+        return run_interruptibly(connect, "rendezvous", check)
+    except dist.DistError as error:
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            raise CommTimeoutError(
+                f"{where}: nothing answered at {host}:{port} within {settings.create_timeout_s:.1f} s; "
+                "check that rank 0, or the agent that serves the store, is running and that this is its address",
+                missing=(0,),
+            ) from error
+        raise torch_error(f"{where} at {host}:{port}: {error}", "TCPStore") from error
+    except CommError:
+        raise  # CommTimeoutError is an OSError too
+    except OSError as error:
+        raise _nameless(where, host, settings.create_timeout_s, serve, error) from error
+    finally:
+        over.set()
+
+
+def _nameless(where: str, host: str, timeout_s: float, serve: bool, error: OSError) -> CommError:
+    """Return the error for a name that has had no address for `timeout_s`: rank 0's own, or where it is looked for."""
+    text = f"the name {host} had no address within {timeout_s:.1f} s: {error.strerror}"
+    if serve:
+        return UsageError(f"rank 0 cannot listen on {host}: {text}")
+    return CommTimeoutError(f"{where}: {text}", missing=(0,))

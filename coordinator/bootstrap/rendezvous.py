@@ -10,19 +10,17 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import itertools
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
 
-from coordinator.addresses.names import await_addresses, is_loopback, refuse_loopback
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.agreement.agreeing import agree, decline
 from coordinator.bootstrap.agreement.views import View
@@ -31,13 +29,11 @@ from coordinator.bootstrap.blocking_calls import (
     connect_watched,
     raise_if_lost,
     refuse_clones,
-    run_interruptibly,
-    torch_error,
 )
+from coordinator.bootstrap.connections import open_tcp_store
 from coordinator.bootstrap.membership import own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
-from coordinator.bootstrap.secured import meet_by_hint, place_of, store_at
-from coordinator.bootstrap.serving import allow_descriptors, options_of_server
+from coordinator.bootstrap.secured import meet_by_hint, place_of
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
 from coordinator.host.process_groups import GLOO, LOOPBACK, GlooOptions, gloo_at, set_own_world
@@ -46,7 +42,6 @@ from coordinator.meeting.losses import forget_losses, listen_for_losses
 from coordinator.meeting.offers import take
 from coordinator.meeting.tickets import Ticket
 from coordinator.security import store as secured_store
-from coordinator.security.opening import Place
 from coordinator.security.requirement import check_plaintext
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import CommError, CommTimeoutError, NativeError, SettingsError, UsageError
@@ -57,8 +52,6 @@ _WORLD: Final = "group_coordinator/world"
 # Rank 0 keeps its store at most this long while the others leave. torch writes to stderr on a rank that finds the
 # store gone, and ranks usually leave together.
 LEAVE_S: Final = 0.1
-# What connecting gets at least of `create_timeout_s` where most of it has passed before the name had an address.
-_LEAST_TIMEOUT_S: Final = 1.0
 # A rank that is earlier than rank 0 in the next world at an address looks again after this pause.
 _LEFT_PAUSE_S: Final = 0.005
 
@@ -314,7 +307,7 @@ def _meet_by_environment(
     )
     # The agent's store cannot be a secured one: it tells where that is.
     place = None if launch.use_agent_store else place_of(settings, f"{run} {host}:{port}", rank, world_size)
-    store = _tcp_store(host, port, rank, world_size, serve, settings, place, spans_hosts=False)
+    store = open_tcp_store(host, port, rank, world_size, serve, settings, place, spans_hosts=False)
     # The agent's store outlives worker restarts and is the same for every world of this process, so each world gets
     # its own prefix. A store that rank 0 serves is new for each world, and its prefix has no number: a rank that once
     # gave up before rank 0 joined would use a different prefix from the others ever after.
@@ -358,7 +351,7 @@ def _meet_by_ticket(ticket: Ticket, settings: CoordinatorSettings) -> Rendezvous
         place = place_of(settings, f"meeting {ticket.meeting}", rank, world_size)
         with closing(PeerWatch(this_process(), {})) as watch:
             listen_for_losses(watch, range(world_size))
-            store = _tcp_store(
+            store = open_tcp_store(
                 ticket.host,
                 ticket.port,
                 rank,
@@ -409,7 +402,7 @@ def _meet_at_rank_0(
     end = time.monotonic() + settings.create_timeout_s
     place = place_of(settings, f"{host}:{port}", rank, world_size)
     while True:
-        store = _tcp_store(host, port, rank, world_size, rank == 0, settings, place, spans_hosts)
+        store = open_tcp_store(host, port, rank, world_size, rank == 0, settings, place, spans_hosts)
         if rank == 0 or not _was_left(store, rank, settings):
             leave = _leaving(store, rank, world_size)
             return Rendezvous(store, rank, world_size, leave, spans_hosts)
@@ -459,70 +452,6 @@ def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None
             time.sleep(0.002)
 
     return leave
-
-
-def _tcp_store(
-    host: str,
-    port: int,
-    rank: int,
-    world_size: int,
-    serve: bool,
-    settings: CoordinatorSettings,
-    place: Place | None,
-    spans_hosts: bool = False,
-    listener: socket.socket | None = None,
-    check: Callable[[], None] = _nothing,
-) -> dist.Store:
-    """Connect to the store at `host`; if `serve`, listen on that address only, or use `listener`, which does.
-
-    With a `place` in a job with a secret it is a secured store. A loopback address is refused if `spans_hosts`, before
-    anything listens.
-    """
-    end, over = time.monotonic() + settings.create_timeout_s, threading.Event()
-
-    def connect() -> dist.Store:
-        addresses = await_addresses(host, port, settings.create_timeout_s, rank, over)
-        if spans_hosts and is_loopback(addresses[0].text):
-            raise refuse_loopback(host, addresses[0].text)
-        if place is not None:
-            if serve:
-                allow_descriptors(world_size)
-            descriptor = None if listener is None else listener.detach()
-            left_s = max(end - time.monotonic(), _LEAST_TIMEOUT_S)
-            return store_at(place, addresses[0].text, port, left_s, over, descriptor)
-        options: dict[str, Any] = {}
-        if serve:
-            options = options_of_server(host, port, world_size, listener)
-        timeout = timedelta(seconds=max(end - time.monotonic(), _LEAST_TIMEOUT_S))
-        store = dist.TCPStore(
-            host, port, world_size, is_master=serve, timeout=timeout, wait_for_workers=False, **options
-        )
-        store.set_timeout(timedelta(seconds=settings.create_timeout_s))
-        return store
-
-    where = f"rendezvous (rank {rank} of {world_size})"
-    try:
-        return run_interruptibly(connect, "rendezvous", check)
-    except dist.DistError as error:
-        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            raise CommTimeoutError(
-                f"{where}: nothing answered at {host}:{port} within {settings.create_timeout_s:.1f} s; "
-                "check that rank 0, or the agent that serves the store, is running and that this is its address",
-                missing=(0,),
-            ) from error
-        raise torch_error(f"{where} at {host}:{port}: {error}", "TCPStore") from error
-    except OSError as error:
-        raise _nameless(where, host, settings.create_timeout_s, serve, error) from error
-    finally:
-        over.set()
-
-
-def _nameless(where: str, host: str, timeout_s: float, serve: bool, error: OSError) -> CommError:
-    """Return the error for a name that has had no address for `timeout_s`: rank 0's own, or where it is looked for."""
-    text = f"the name {host} had no address within {timeout_s:.1f} s: {error.strerror}"
-    if serve:
-        return UsageError(f"rank 0 cannot listen on {host}: {text}")
-    return CommTimeoutError(f"{where}: {text}", missing=(0,))
 
 
 def _connect(

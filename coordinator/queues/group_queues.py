@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -18,6 +18,7 @@ from coordinator.host.plane import HostPlane
 from coordinator.queues.ends import UnreadWriter
 from coordinator.queues.external_writer import ExternalWriter
 from coordinator.queues.guard import GroupQueueGuard
+from coordinator.queues.store_exchange import StoreExchange
 from coordinator.settings import CoordinatorSettings
 from device_comm.health import GroupHealth
 from shm_broadcast.codec import register_type
@@ -101,6 +102,7 @@ class GroupQueues:
         settings: CoordinatorSettings,
         address: str,
         epochs: Epochs | None = None,
+        exchange: StoreExchange | None = None,
     ) -> None:
         """Store the arguments; no queue is created yet.
 
@@ -110,8 +112,10 @@ class GroupQueues:
             settings: Sizes, deadlines, and how readers on other hosts are served.
             address: Where this rank listens for readers on other hosts; numeric, never a wildcard.
             epochs: Says in which epoch an external writer's queue was first used; None if members do not change.
+            exchange: What the ranks agree through instead of the host plane, in a job with a secret on several hosts.
         """
         self._host = host
+        self._exchange = exchange
         self._epochs = epochs
         self._health = health
         self._settings = settings
@@ -260,7 +264,7 @@ class GroupQueues:
         own = external if isinstance(external, ExternalWriter) else None
         offer = QueueOffer() if own is None else QueueOffer(own.handle_bytes(), own.key)
         if len(givers) < len(infos):
-            offer = self._host.broadcast_object(offer, givers[0], self._settings.create_timeout_s)
+            offer = self._told_by(givers[0], offer)
         pairs = {0: own.remote_keys} if own is not None and own.remote_keys is not None else {}
         end = self._open_ends([0], [offer], pairs)[0]
         self._adopt([end], has_own_writer=False)
@@ -309,7 +313,16 @@ class GroupQueues:
         self._agree([info.failure for info in infos], UsageError)
         return infos
 
+    def _told_by(self, giver: int, offer: QueueOffer) -> QueueOffer:
+        """Return the offer of rank `giver`."""
+        if self._exchange is not None:
+            told: QueueOffer = self._gather(offer)[giver]
+            return told
+        return cast("QueueOffer", self._host.broadcast_object(offer, giver, self._settings.create_timeout_s))
+
     def _gather(self, obj: object) -> list[Any]:
+        if self._exchange is not None:
+            return self._exchange.all_gather_object(obj, self._settings.create_timeout_s)
         return self._host.all_gather_object(obj, self._settings.create_timeout_s)
 
     def _blame(self, error: CommError) -> str:

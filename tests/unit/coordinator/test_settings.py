@@ -339,6 +339,9 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         host_id="n3",
         remote_ports="29600-29699",
         stack_signal=0,
+        secret_file="/secret",
+        security="required",
+        bulk="plaintext",
         broadcast=BroadcastSettings(wait="spin", ring_bytes=MIN_RING_BYTES, warn_after_s=1),
         remote=RemoteSettings(high_water_bytes=1 << 20, heartbeat_s=0.1, lost_after_s=2),
         cuda=CudaSettings(
@@ -365,6 +368,8 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         "broadcast.ring_bytes",
         "broadcast.warn_after_s",
         "remote_ports",
+        "security",
+        "bulk",
         "remote.high_water_bytes",
         "remote.heartbeat_s",
         "remote.lost_after_s",
@@ -383,11 +388,14 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         "interface",
         "host_id",
         "record_dir",
+        "secret_file",
+        "secret_descriptor",
         "stack_signal",
         *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS),
     } == PER_RANK_FIELDS
     for field in plain.__struct_fields__:
-        one = msgspec.structs.replace(plain, **{field: getattr(changed, field)})
+        base = msgspec.structs.replace(plain, secret_file="/s") if field == "security" else plain
+        one = msgspec.structs.replace(base, **{field: getattr(changed, field)})
         assert (one.fingerprint() == plain.fingerprint()) == (field in PER_RANK_FIELDS)
     for name in ("broadcast", "remote", "cuda"):
         section, other = getattr(plain, name), getattr(changed, name)

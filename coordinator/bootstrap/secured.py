@@ -1,0 +1,160 @@
+"""How the ranks of a job with a secret meet: in the secured store of rank 0 instead of one of torch's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Annotated, Final
+
+import msgspec
+import torch.distributed as dist
+
+from coordinator.bootstrap.blocking_calls import pause_after, run_interruptibly, torch_error
+from coordinator.bootstrap.serving import allow_descriptors
+from coordinator.security import secret
+from coordinator.security.opening import Place, connect_to, serve_at
+from coordinator.security.store import SecuredStore
+from coordinator.settings import CoordinatorSettings
+from shm_broadcast.endpoint import bind_host
+from shm_broadcast.errors import ClosedError, CommTimeoutError, DecodeError, UsageError
+
+__all__ = ["meet_by_hint", "place_of", "store_at"]
+
+_HINT: Final = "group_coordinator/endpoint"
+_LONGEST_HINT: Final = 256
+
+
+class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where rank 0 serves the secured store. Whoever reaches the store that holds it may have written it."""
+
+    address: str
+    port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
+
+
+_hint_decoder: Final = msgspec.json.Decoder(Hint)
+
+
+def place_of(settings: CoordinatorSettings, run: str, rank: int, world_size: int) -> Place | None:
+    """Return this process's place in a job with a secret; None if the settings name none. Reads the secret.
+
+    Raises:
+        UsageError: What they name holds no secret, or not only this user can read it.
+    """
+    if settings.secret_file is not None:
+        return Place(secret.from_file(settings.secret_file), run, rank, world_size)
+    if settings.secret_descriptor is not None:
+        return Place(secret.from_descriptor(settings.secret_descriptor), run, rank, world_size)
+    return None
+
+
+def store_at(
+    place: Place,
+    address: str,
+    port: int,
+    timeout_s: float,
+    over: threading.Event,
+    descriptor: int | None = None,
+    told_by: str = "",
+) -> SecuredStore:
+    """Return the store at a known address, which rank 0 serves and the others connect to; runs on a thread.
+
+    Args:
+        place: This process's place.
+        address: Numeric address of rank 0.
+        port: Its port; 0 for any, on rank 0 only.
+        timeout_s: How long to try, in seconds.
+        over: Set once nobody waits for the result any more.
+        descriptor: On rank 0 a socket that listens there already.
+        told_by: Who named the address, for errors.
+
+    Raises:
+        UsageError: Rank 0 cannot listen there, or refuses this rank.
+        CommTimeoutError: No store of this run answered there; `.missing` names rank 0.
+        ClosedError: `over` was set.
+    """
+
+    def check() -> None:
+        if over.is_set():
+            raise ClosedError(f"{place.where}: nobody waits any more")
+
+    if place.rank == 0:
+        store = serve_at(place, address, (port, port), timeout_s, check, descriptor)
+    else:
+        store = connect_to(place, address, port, timeout_s, check, told_by=told_by)
+    try:
+        check()
+    except ClosedError:
+        store.close()
+        raise
+    return store
+
+
+def meet_by_hint(
+    place: Place,
+    outer: dist.Store,
+    address: str,
+    settings: CoordinatorSettings,
+    check: Callable[[], None],
+) -> SecuredStore:
+    """Return the secured store of ranks that meet in another store first, which tells them where rank 0 serves.
+
+    Args:
+        place: This process's place.
+        outer: The other store, which nobody vouches for; its keys belong to this run.
+        address: On rank 0 the numeric address to serve at.
+        settings: The ports, and the deadline.
+        check: Called about ten times a second; what it raises ends the attempt.
+
+    Raises:
+        DecodeError: The other store names no endpoint.
+        CommTimeoutError: No store of this run answered at the endpoint in time; the text names it.
+    """
+    timeout_s, over = settings.create_timeout_s, threading.Event()
+
+    def serve() -> SecuredStore:
+        allow_descriptors(place.world_size)
+        ports = settings.remote_port_range
+        store = serve_at(place, address, ports, timeout_s, check)
+        outer.set(_HINT, msgspec.json.encode(Hint(address, store.port)).decode())
+        return store
+
+    def find() -> SecuredStore:
+        hint = _await_hint(place, outer, timeout_s, over)
+        told_by = f", which the launcher's store names as rank 0's endpoint{_UNTRUSTED},"
+        return store_at(place, hint.address, hint.port, timeout_s, over, told_by=told_by)
+
+    try:
+        return run_interruptibly(find if place.rank else serve, "rendezvous", check)
+    except dist.DistError as error:
+        raise torch_error(
+            f"{place.where}: lost the connection to the launcher's store: {error}", "Store"
+        ) from error
+    finally:
+        over.set()
+
+
+_UNTRUSTED: Final = " (whoever reaches that store may have changed it)"
+
+
+def _await_hint(place: Place, outer: dist.Store, timeout_s: float, over: threading.Event) -> Hint:
+    start = time.monotonic()
+    # Not a wait in the store, which nothing could end.
+    while not outer.check([_HINT]):
+        waited_s = time.monotonic() - start
+        if waited_s >= timeout_s:
+            raise CommTimeoutError(
+                f"{place.where}: rank 0 has not told the launcher's store within {timeout_s:.1f} s where it serves",
+                missing=(0,),
+            )
+        if over.wait(pause_after(waited_s)):
+            raise ClosedError(f"{place.where}: nobody waits any more")
+    content = outer.get(_HINT)
+    try:
+        hint = _hint_decoder.decode(content[:_LONGEST_HINT])
+        bind_host(hint.address)
+    except (msgspec.MsgspecError, UsageError, UnicodeDecodeError) as error:
+        raise DecodeError(
+            f"{place.where}: what the launcher's store holds is no endpoint of rank 0{_UNTRUSTED}: {error}"
+        ) from error
+    return hint

@@ -1,0 +1,330 @@
+"""Ranks of one host with a secret: worlds, stateless groups, launchers, hints that lie, settings that are refused."""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from coordinator import create_stateless_group
+from coordinator.bootstrap import secured as meeting
+from coordinator.bootstrap.membership import world_store
+from coordinator.bootstrap.secured import meet_by_hint, place_of
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
+from coordinator.security.secret import Secret
+from coordinator.security.store import secured
+from coordinator.settings import CoordinatorSettings
+from shm_broadcast.errors import CommTimeoutError, DecodeError, SettingsError, UsageError
+from tests.harness import RankPool
+from tests.ports import free_port, listening_addresses
+from tests.secured import HERE, SECRET, check_nothing, place, served
+from tests.worlds import meet, outcome_of
+
+VALUE = bytes(range(60, 124))
+SHORT_S = 0.4
+
+
+def write(path: Path, content: bytes = VALUE, mode: int = 0o600) -> str:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+def settings_of(directory: Path, rank: int, **settings: Any) -> CoordinatorSettings:
+    path = write(directory / f"secret-{rank}")
+    return CoordinatorSettings.resolve({}, **{"secret_file": path, "create_timeout_s": 30.0, **settings})
+
+
+def use_and_leave() -> list[Any]:
+    group = get_world_group()
+    base = secured(world_store())
+    assert base is not None
+    found = [group.all_gather_object(group.rank), listening_addresses() == [HERE]]
+    group.barrier()
+    destroy_distributed_environment()
+    with pytest.raises(dist.DistNetworkError):
+        base.check(["a"])
+    return found
+
+
+# --- worlds ---------------------------------------------------------------------------------------------------
+
+
+def through(rank: int, world_size: int, directory: Path, way: str, port: int) -> list[Any]:
+    settings, found = settings_of(directory, rank, security="required"), []
+    method = {"file": f"file://{directory}/rendezvous", "tcp": f"tcp://{HERE}:{port}"}[way]
+    for _ in range(2):
+        init_distributed_environment(world_size, rank, method, backend="gloo", settings=settings)
+        found.append(use_and_leave())
+    return found
+
+
+@pytest.mark.guarantee("K8")
+@pytest.mark.parametrize("way", ["file", "tcp"])
+def test_a_world_with_a_secret_can_follow_another_at_one_place(ranks2: RankPool, way: str) -> None:
+    """On one host "required" asks for no acknowledgement; the store listens on loopback, and ends with the world."""
+    assert ranks2.run(through, way, free_port()) == [[[[0, 1], True]] * 2] * 2
+
+
+def behind_an_agent(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
+    agent = (
+        dist.TCPStore(HERE, port, is_master=True, wait_for_workers=False, use_libuv=False)
+        if rank == 0
+        else None
+    )
+    meet(rank, range(world_size), directory, "agent")
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR=HERE,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RUN_ID="run",
+        GROUP_COORDINATOR_SECRET_FILE=write(directory / f"secret-{rank}"),
+    )
+    found = []
+    for _ in range(2):
+        init_distributed_environment(backend="gloo")
+        keys: Any = dist.TCPStore(HERE, port, is_master=False, wait_for_workers=False, use_libuv=False)
+        get_world_group().barrier()
+        found.append([keys.num_keys(), *use_and_leave()])
+        meet(rank, range(world_size), directory, f"left {len(found)}")
+    del keys, agent
+    return found
+
+
+@pytest.mark.guarantee("K7")
+def test_the_launchers_store_holds_rank_0s_endpoint_and_nothing_else(ranks2: RankPool) -> None:
+    """One key for each world, beside the one that torch's store has from the beginning."""
+    found = ranks2.run(behind_an_agent, free_port())
+    for rank, worlds in enumerate(found):
+        numbers = [number for number, _, _ in worlds]
+        assert numbers[1] - numbers[0] == 1
+        assert numbers[0] <= 2
+        assert [ranks for _, ranks, _ in worlds] == [[0, 1]] * 2, rank
+
+
+def stateless(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
+    group = create_stateless_group(
+        HERE, port, rank, world_size, backend="gloo", settings=settings_of(directory, rank)
+    )
+    world = group._parts.world
+    assert world is not None
+    found = [group.all_gather_object(rank), secured(world.store) is not None]
+    group.destroy()
+    return found
+
+
+@pytest.mark.guarantee("K8")
+def test_a_stateless_group_with_a_secret_meets_in_its_own_store(ranks2: RankPool) -> None:
+    """As a world does, at the address that was passed."""
+    assert ranks2.run(stateless, free_port()) == [[[0, 1], True]] * 2
+
+
+def one_without(rank: int, world_size: int, directory: Path, port: int) -> dict[str, Any]:
+    chosen = settings_of(directory, rank, create_timeout_s=1.5)
+    if rank == 1:
+        chosen = CoordinatorSettings.resolve({}, create_timeout_s=1.5)
+    return outcome_of(
+        lambda: init_distributed_environment(
+            world_size, rank, f"tcp://{HERE}:{port}", backend="gloo", settings=chosen
+        )
+    )
+
+
+@pytest.mark.guarantee("K4")
+def test_a_rank_without_the_secret_does_not_join(ranks2: RankPool) -> None:
+    """It speaks as torch's stores do, to which the store of the others says nothing."""
+    first, second = ranks2.run(one_without, free_port())
+    assert (first["kind"], first["missing"]) == ("CommTimeoutError", [1]), first
+    assert second["kind"] in ("CommTimeoutError", "NativeError"), second
+
+
+# --- hints ----------------------------------------------------------------------------------------------------
+
+
+def by_hint(outer: dist.Store, rank: int, timeout_s: float = 30.0, secret: Secret = SECRET) -> Any:
+    settings = CoordinatorSettings.resolve({}, create_timeout_s=timeout_s)
+    return meet_by_hint(place(rank, secret=secret), outer, HERE, settings, check_nothing)
+
+
+def a_silent_listener(listener: socket.socket) -> str:
+    return json.dumps({"address": HERE, "port": listener.getsockname()[1]})
+
+
+@pytest.mark.guarantee("K7")
+def test_a_hint_to_a_stranger_gives_a_timeout_that_names_it() -> None:
+    """A process that says nothing, a store of another run, and a port where nobody listens: none is joined."""
+    with socket.create_server((HERE, 0)) as silent, served(run="other") as other:
+        ports = {
+            "said nothing": silent.getsockname()[1],
+            "does not hold this job's secret": other.port,
+            "nobody listens": free_port(),
+        }
+        for reason, port in ports.items():
+            outer = dist.HashStore()
+            outer.set(meeting._HINT, json.dumps({"address": HERE, "port": port}))
+            with pytest.raises(CommTimeoutError, match=reason) as caught:
+                by_hint(outer, 1, SHORT_S)
+            assert f"{HERE}:{port}, which the launcher's store names as rank 0's endpoint" in str(
+                caught.value
+            )
+            assert caught.value.missing == (0,)
+
+
+@pytest.mark.guarantee("K7")
+def test_a_hint_that_is_overwritten_keeps_out_only_who_reads_it_then() -> None:
+    """Rank 1 has read what rank 0 wrote, and works; rank 2 is led to a stranger, and does not join."""
+    outer = dist.HashStore()
+    with socket.create_server((HERE, 0)) as stranger:
+        first = by_hint(outer, 0)
+        second = by_hint(outer, 1)
+        outer.set(meeting._HINT, a_silent_listener(stranger))
+        with pytest.raises(CommTimeoutError, match=f"{HERE}:{stranger.getsockname()[1]}"):
+            by_hint(outer, 2, SHORT_S)
+        second.set("a", "1")
+        assert first.get("a") == b"1"
+        second.close()
+        first.close()
+
+
+NO_HINTS = {
+    "text": "10.0.0.1:29500",
+    "a name": json.dumps({"address": "localhost", "port": 5}),
+    "a wildcard": json.dumps({"address": "0.0.0.0", "port": 5}),
+    "no port": json.dumps({"address": HERE, "port": 0}),
+    "a large port": json.dumps({"address": HERE, "port": 65536}),
+    "more": json.dumps({"address": HERE, "port": 5, "run": "x"}),
+    "long": json.dumps({"address": HERE, "port": 5}) + " " * 1000 + "x",
+    "bytes": "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
+}
+
+
+@pytest.mark.guarantee("K7")
+@pytest.mark.parametrize("what", NO_HINTS)
+def test_what_is_no_endpoint_is_refused_at_once(what: str) -> None:
+    """The error says that whoever reaches the launcher's store may have changed it."""
+    outer = dist.HashStore()
+    outer.set(meeting._HINT, NO_HINTS[what])
+    if what == "long":  # only the beginning of it is looked at
+        with pytest.raises(CommTimeoutError):
+            by_hint(outer, 1, 0.1)
+        return
+    with pytest.raises(DecodeError, match="is no endpoint of rank 0 .whoever reaches that store"):
+        by_hint(outer, 1)
+
+
+def test_a_rank_that_finds_no_hint_names_rank_0() -> None:
+    """Rank 0 has not come."""
+    with pytest.raises(CommTimeoutError) as caught:
+        by_hint(dist.HashStore(), 1, SHORT_S)
+    assert caught.value.missing == (0,)
+
+
+# --- settings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("K9")
+def test_required_without_a_secret_fails_before_anything_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As settings, as an argument, and from the environment; the text says where to name a secret."""
+    opened: list[object] = []
+    monkeypatch.setattr(socket.socket, "bind", lambda *args: opened.append(args))
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **options: opened.append(args))
+    monkeypatch.setenv("GROUP_COORDINATOR_SECURITY", "required")
+    with pytest.raises(SettingsError, match="GROUP_COORDINATOR_SECRET_FILE"):
+        init_distributed_environment(2, 0, f"tcp://{HERE}:{free_port_later()}", backend="gloo")
+    with pytest.raises(SettingsError, match="there is no secret"):
+        CoordinatorSettings(security="required")
+    assert opened == []
+
+
+def free_port_later() -> int:
+    """Return a port without binding it."""
+    return 29999
+
+
+def refused(settings: CoordinatorSettings) -> str:
+    with pytest.raises(UsageError) as caught:
+        init_distributed_environment(2, 0, f"tcp://{HERE}:{free_port()}", backend="gloo", settings=settings)
+    assert listening_addresses() == []
+    return str(caught.value)
+
+
+@pytest.mark.guarantee("K1")
+def test_a_bad_secret_fails_before_anything_listens(tmp_path: Path) -> None:
+    """A file that others can read, one that is too short, one that is missing, and a descriptor that is not open."""
+    names: dict[str, Callable[[], dict[str, Any]]] = {
+        "mode 0640": lambda: {"secret_file": write(tmp_path / "a", mode=0o640)},
+        "has fewer": lambda: {"secret_file": write(tmp_path / "b", VALUE[:31])},
+        "No such file": lambda: {"secret_file": str(tmp_path / "c")},
+        "is not open": lambda: {"secret_descriptor": 1 << 19},
+    }
+    for reason, given in names.items():
+        text = refused(CoordinatorSettings.resolve({}, **given()))
+        assert reason in text
+        assert VALUE[:8].hex() not in text
+        assert VALUE[:8].decode() not in text
+
+
+WRONG_SETTINGS: dict[str, dict[str, Any]] = {
+    "must be the absolute path": {"secret_file": "correct horse battery staple"},
+    "number of a descriptor": {"secret_descriptor": -1},
+    "both set": {"secret_file": "/s", "secret_descriptor": 5},
+    "'optional' or 'required'": {"security": "on"},
+    "'plaintext' or None": {"bulk": "encrypted"},
+}
+
+
+@pytest.mark.guarantee("K1")
+@pytest.mark.parametrize("reason", WRONG_SETTINGS)
+def test_settings_that_make_no_sense_are_refused(reason: str) -> None:
+    """Who takes the variable for the place of the secret itself does not find that in the error."""
+    with pytest.raises(SettingsError, match=reason) as caught:
+        CoordinatorSettings(**WRONG_SETTINGS[reason])
+    assert "horse" not in str(caught.value)
+    environ = {
+        f"GROUP_COORDINATOR_{name.upper()}": str(value) for name, value in WRONG_SETTINGS[reason].items()
+    }
+    with pytest.raises(SettingsError) as caught:
+        CoordinatorSettings.from_env(environ)
+    assert "horse" not in str(caught.value)
+
+
+def test_a_secret_that_changes_its_members_is_refused(tmp_path: Path) -> None:
+    """Rank 0 serves the store, which would have to outlive it."""
+    settings = CoordinatorSettings.resolve({}, secret_file=write(tmp_path / "secret"))
+    with pytest.raises(UsageError, match="with a secret rank 0 serves the store"):
+        init_distributed_environment(
+            2, 0, f"file://{tmp_path}/meet", backend="gloo", settings=settings, elastic=True
+        )
+
+
+def test_a_descriptor_is_a_place_for_a_secret_too() -> None:
+    """It is read once, also by several threads and for several worlds."""
+    reading, writing = os.pipe()
+    os.write(writing, VALUE)
+    os.close(writing)
+    settings = CoordinatorSettings.resolve({}, secret_descriptor=reading)
+    found: list[bytes] = []
+
+    def read() -> None:
+        own = place_of(settings, "run", 0, 2)
+        assert own is not None
+        found.append(own.secret.derive("rank", "run", 0))
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [Secret(VALUE).derive("rank", "run", 0)] * 3
+    assert place_of(CoordinatorSettings.resolve({}), "run", 0, 2) is None

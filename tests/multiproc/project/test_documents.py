@@ -27,6 +27,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page, ROOT)]
 PROGRAMS = [program for page in PAGES for program in programs_of(blocks_of(page, ROOT))]
 COMMANDS = [block for block in BLOCKS if block.language == "sh"]
 DEADLINE_S = 60.0
+LAUNCHERS = ("srun", "sbatch", "mpiexec", "kubectl")
 SHOWN = {"text", ""}
 """The languages of blocks that hold no code but messages or drawings."""
 
@@ -121,10 +122,23 @@ def check_command(words: list[str], block: Block) -> None:
         scripts = [word for word in arguments if word.endswith(".py")]
         # example.py is a file that the reader makes from the Python block beside the command.
         assert [word for word in scripts if word != "example.py" and not (ROOT / word).is_file()] == []
+    elif program in LAUNCHERS:
+        check_launched(arguments, block)
     elif program.startswith("examples/"):
         assert os.access(ROOT / program, os.X_OK), program
     else:
         assert program in ("git", "cd") or shutil.which(program), f"{block.where}: {program}"
+
+
+def check_launched(arguments: list[str], block: Block) -> None:
+    """Check the module or the file that another program starts."""
+    if "python" in arguments:
+        module = arguments[arguments.index("python") + 2]
+        assert importlib.util.find_spec(module) is not None, block.where
+    else:
+        files = [word for word in arguments if word.startswith("examples/")]
+        assert files, block.where
+        assert all((ROOT / file).is_file() for file in files), block.where
 
 
 def check_installation(arguments: list[str]) -> None:
@@ -153,5 +167,6 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert len(PROGRAMS) > 10
 
 
-SKIPPED = 6
-"""They are vLLM's own imports (twice), two captures on a GPU, torch's profiler and a script for two hosts."""
+SKIPPED = 9
+"""They are vLLM's own imports (twice), two captures on a GPU, torch's profiler, a script for two hosts, and starts by srun,
+by mpiexec and in pods."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -27,6 +27,10 @@ from coordinator.security.server import StoreServer
 __all__ = ["SecuredStore", "close", "generation_facts", "secured"]
 
 
+# A store of torch's that wraps one of these keeps its C++ half only, whose methods look for those of the Python half.
+_open: Final[set[SecuredStore]] = set()
+
+
 class SecuredStore(dist.Store):
     """A store over an encrypted connection. Every rank is a client, rank 0 of its own server too. Thread-safe.
 
@@ -45,6 +49,7 @@ class SecuredStore(dist.Store):
         self.port = port
         self._client = client
         self._server = server
+        _open.add(self)
 
     @property
     def generation(self) -> str:
@@ -56,6 +61,7 @@ class SecuredStore(dist.Store):
         self._client.close()
         if self._server is not None:
             self._server.close()
+        _open.discard(self)
 
     # --- what torch and Gloo call -----------------------------------------------------------------------------
 

@@ -178,7 +178,7 @@ def test_too_few_descriptors_are_told_by_what_they_are_for(what: str, place: str
         assert int(left) <= (1 if what == "fileno" else 0)
 
 
-@pytest.mark.parametrize("number", [0, errno.ENOSYS, errno.EPERM])
+@pytest.mark.parametrize("number", [0, errno.ENOSYS, pytest.param(errno.EPERM, marks=pytest.mark.thorough)])
 def test_several_queues_are_waited_for_cheaply_without_futex_waitv(number: int) -> None:
     """Kernels before 5.16 lack the call, and old filters refuse it. With 64 idle queues a wait takes 0.2 to 0.5 %."""
     message, share = run(MANY_QUEUES, str(number))

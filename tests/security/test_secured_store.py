@@ -1,5 +1,6 @@
 """The store of a job does what torch's stores do, for several threads and for Gloo, and its waits end."""
 
+import signal
 import socket
 import threading
 import time
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.connections import connection_of_its_own
 from coordinator.host.process_groups import GlooOptions, new_unregistered_gloo_group
+from coordinator.security import client as client_module
+from coordinator.security import server as server_module
 from coordinator.security.opening import connect_to
 from coordinator.security.records import LONGEST_QUESTION
 from coordinator.security.store import SecuredStore, generation_facts, secured
@@ -267,3 +270,42 @@ def test_what_a_caller_checks_ends_the_attempt_to_join() -> None:
     with pytest.raises(CommTimeoutError, match="nobody listens there") as caught:
         connect_to(place(1), HERE, free_port(), 0.2, check_nothing)
     assert caught.value.missing == (0,)
+
+
+# --- signals and forks ----------------------------------------------------------------------------------------
+
+
+class StruckError(Exception):
+    """Raised by a signal handler."""
+
+
+def strike(number: int, frame: object) -> None:
+    raise StruckError
+
+
+def test_a_signal_handler_may_raise_in_a_wait(pair: tuple[SecuredStore, SecuredStore]) -> None:
+    """The exception arrives as it is, also through C++, and the store answers the next question."""
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        for store in (pair[1], dist.PrefixStore("p", pair[1])):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(StruckError):
+                store.wait(["never"], timedelta(seconds=60))
+            assert not store.check(["never"])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_forked_child_cannot_use_it(
+    pair: tuple[SecuredStore, SecuredStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has neither the threads nor the connection; the parent's is not disturbed."""
+    with monkeypatch.context() as patched:
+        for module in (client_module, server_module):
+            patched.setattr(module, "fork_count", lambda: 99)
+        with pytest.raises(UsageError, match="belongs to the process that forked this one"):
+            pair[1].check(["a"])
+        pair[1].close()
+        pair[0].close()
+    assert not pair[1].check(["a"])

@@ -1,5 +1,6 @@
 """Ranks of one host with a secret: worlds, stateless groups, launchers, hints that lie, settings that are refused."""
 
+import gc
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ from coordinator.security.store import secured
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommTimeoutError, DecodeError, SettingsError, UsageError
 from tests.harness import RankPool
+from tests.multiproc.coordinator.test_meeting import exchange
 from tests.ports import free_port, listening_addresses
 from tests.secured import HERE, SECRET, check_nothing, place, served
 from tests.worlds import meet, outcome_of
@@ -61,15 +63,17 @@ def use_and_leave() -> list[Any]:
 
 def through(rank: int, world_size: int, directory: Path, way: str, port: int) -> list[Any]:
     settings, found = settings_of(directory, rank, security="required"), []
-    method = {"file": f"file://{directory}/rendezvous", "tcp": f"tcp://{HERE}:{port}"}[way]
+    os.environ.update(MASTER_ADDR=HERE, MASTER_PORT=str(port))
+    method = {"file": f"file://{directory}/rendezvous", "tcp": f"tcp://{HERE}:{port}", "env": "env://"}[way]
     for _ in range(2):
         init_distributed_environment(world_size, rank, method, backend="gloo", settings=settings)
+        gc.collect()  # torch keeps no Python object of a store
         found.append(use_and_leave())
     return found
 
 
 @pytest.mark.guarantee("K8")
-@pytest.mark.parametrize("way", ["file", "tcp"])
+@pytest.mark.parametrize("way", [pytest.param("file", marks=pytest.mark.thorough), "tcp", "env"])
 def test_a_world_with_a_secret_can_follow_another_at_one_place(ranks2: RankPool, way: str) -> None:
     """On one host "required" asks for no acknowledgement; the store listens on loopback, and ends with the world."""
     assert ranks2.run(through, way, free_port()) == [[[[0, 1], True]] * 2] * 2
@@ -130,6 +134,20 @@ def test_a_stateless_group_with_a_secret_meets_in_its_own_store(ranks2: RankPool
     assert ranks2.run(stateless, free_port()) == [[[0, 1], True]] * 2
 
 
+def by_ticket(rank: int, world_size: int, directory: Path) -> list[Any]:
+    ticket = exchange(directory, rank, world_size)
+    init_distributed_environment(meeting=ticket, backend="gloo", settings=settings_of(directory, rank))
+    base = secured(world_store())
+    assert base is not None
+    return [base.port == ticket.port, *use_and_leave()]
+
+
+@pytest.mark.guarantee("K8")
+def test_a_meeting_with_a_secret_uses_the_descriptor_of_its_offer(ranks2: RankPool) -> None:
+    """Rank 0 serves the secured store where its ticket says; nobody could take the port in between."""
+    assert ranks2.run(by_ticket) == [[True, [0, 1], True]] * 2
+
+
 def one_without(rank: int, world_size: int, directory: Path, port: int) -> dict[str, Any]:
     chosen = settings_of(directory, rank, create_timeout_s=1.5)
     if rank == 1:
@@ -142,6 +160,7 @@ def one_without(rank: int, world_size: int, directory: Path, port: int) -> dict[
 
 
 @pytest.mark.guarantee("K4")
+@pytest.mark.thorough
 def test_a_rank_without_the_secret_does_not_join(ranks2: RankPool) -> None:
     """It speaks as torch's stores do, to which the store of the others says nothing."""
     first, second = ranks2.run(one_without, free_port())

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 import zmq
 
+from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.security import server as server_module
 from coordinator.security.keys import keys_of_rank, keys_of_store
 from coordinator.security.records import (
@@ -28,7 +29,7 @@ from coordinator.security.records import (
 from coordinator.security.secret import Secret
 from coordinator.security.store import SecuredStore
 from shm_broadcast.endpoint import RemoteKeys
-from shm_broadcast.errors import CommTimeoutError, DecodeError, UsageError
+from shm_broadcast.errors import CommTimeoutError, DecodeError, NativeError, UsageError
 from tests.relay import relay_to
 from tests.secured import HERE, SECRET, joined, served, server_of
 from tests.waiting import wait_until
@@ -301,13 +302,15 @@ def flipped(piece: bytes) -> bytes:
 @pytest.mark.guarantee("K6")
 @pytest.mark.parametrize("direction", ["to_server", "to_client"])
 def test_a_changed_byte_ends_the_connection_with_an_error(decoded: list[str], direction: str) -> None:
-    """Behind the handshake, in either direction: the rank gets `DistNetworkError`, and nobody gets what was changed."""
+    """Behind the handshake, in either direction: torch's error, ours from a call, and nobody gets what was changed."""
     with served() as first, relay_to(first.port) as relay, joined(relay.port, 1) as (rank,):
         rank.set("before", "1")
         seen = len(decoded)
         setattr(relay, direction, flipped)
         with pytest.raises(dist.DistNetworkError, match="somebody changed what is sent"):
             rank.set("changed", "2")
+        with pytest.raises(NativeError, match="lost the connection to the world's store"):
+            ask_store(lambda: rank.get("before"), "a group's call", 10.0)
         if direction == "to_server":
             assert decoded[seen:] == []
             assert not first.check(["changed"])

@@ -67,8 +67,8 @@ test: $(STAMP) ## Run the whole test suite (no GPU needed)
 test-fast: $(STAMP) ## Run unit and architecture tests without the slow ones, in under a minute
 	$(PY) -m pytest -q -n $(FAST_WORKERS) -m "not slow and not thorough" tests/unit tests/architecture
 
-test-native: $(STAMP) ## Run the slow tests: the cores under sanitizers, kernels with injected bugs, larger worlds
-	$(PY) -m pytest -q -n 2 $(END_HANGING) -m "thorough and not proof" tests
+test-native: $(STAMP) ## Run the slow tests of native code: the cores under sanitizers, their protocols, kernels with injected bugs
+	$(PY) -m pytest -q -n 2 $(END_HANGING) -m "thorough and not proof" tests/native
 
 test-thorough: $(STAMP) ## Run the slow tests and all of stress, fuzzing, the matrix of failures and ten thousand cycles, in under an hour
 	$(PY) -m pytest -q -n 2 -o faulthandler_timeout=2400 $(END_HANGING) -m thorough tests

@@ -243,6 +243,7 @@ for rows in (6, 9):
 """
 
 
+@pytest.mark.thorough
 def test_inductor_compiles_the_operations() -> None:
     """The compiler that engines use calls the operations with sizes that it does not know."""
     subprocess.run([sys.executable, "-c", INDUCTOR], check=True, cwd=ROOT, timeout=300)

@@ -311,7 +311,9 @@ def test_queues_between_hosts_leave_nothing(found: Found) -> None:
 
 
 @pytest.mark.guarantee("G18")
-@pytest.mark.parametrize("victim", [3, 1], ids=["a remote reader", "the writer"])
+@pytest.mark.parametrize(
+    "victim", [3, pytest.param(1, marks=pytest.mark.thorough)], ids=["a remote reader", "the writer"]
+)
 def test_a_death_on_either_host_raises_on_all_ranks(victim: int) -> None:
     """Every rank gets a PeerLostError that names the dead rank. The group is then broken and can be destroyed."""
     found = run_on_two_hosts(__name__, f"death of {victim}", dead=[victim])

@@ -148,6 +148,7 @@ def test_in_a_pipe_it_prints_one_look_after_the_other(shown: ShownCalls) -> None
         assert top.wait(30) == 0
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_it_with_success(shown: ShownCalls) -> None:
     """SIGINT is how people end it, and no error."""
     del shown

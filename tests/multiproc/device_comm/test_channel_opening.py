@@ -204,7 +204,13 @@ CALLS: dict[str, Callable[[Channels], object]] = {
 
 
 @pytest.mark.guarantee("D74")
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(call, id=name, marks=[] if name in ("send", "recv") else pytest.mark.thorough)
+        for name, call in CALLS.items()
+    ],
+)
 @pytest.mark.parametrize("ending", [pytest.param("destroys", marks=pytest.mark.thorough), "breaks"])
 def test_a_handler_that_ends_the_group_at_any_step_of_opening_is_told(
     call: Callable[[Channels], object], ending: str, monkeypatch: pytest.MonkeyPatch

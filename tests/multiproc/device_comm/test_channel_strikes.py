@@ -60,7 +60,7 @@ def received(one: Channels, last: object) -> Iterator[list[Any]]:
 
 
 @pytest.mark.guarantee("D15")
-@pytest.mark.parametrize("call", [send, isend])
+@pytest.mark.parametrize("call", [send, pytest.param(isend, marks=pytest.mark.thorough)])
 def test_a_strike_at_any_step_of_a_long_send_takes_it_back_or_breaks_the_group(
     call: Callable[[Channels, Any, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,7 +162,15 @@ def struck_at_any_step(
 
 @pytest.mark.guarantee("D10")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["large all_reduce", "all_gather", "all_to_all", "broadcast"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("large all_reduce", marks=pytest.mark.thorough),
+        "all_gather",
+        pytest.param("all_to_all", marks=pytest.mark.thorough),
+        "broadcast",
+    ],
+)
 def test_a_strike_between_the_stages_over_a_process_group_is_told(ranks2: RankPool, name: str) -> None:
     """The struck call has not begun, is complete, or has broken the group: never do calls pair wrongly."""
     found = ApartPool(ranks2).run(struck_at_any_step, name, [process_group.__name__], timeout_s=200.0)
@@ -209,7 +217,18 @@ def test_a_strike_between_the_frames_of_leaders_is_told(ranks3: RankPool) -> Non
 
 @pytest.mark.guarantee("D10")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*(each for each in CALLS if "communicator" in each), "barrier"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in CALLS
+            if "communicator" in name and "all_reduce_" not in name
+        ),
+        "the communicator's all_reduce_",
+        "barrier",
+    ],
+)
 def test_a_strike_between_a_native_call_and_its_wait_is_told(ranks2: RankPool, name: str) -> None:
     """Also in a call of the communicator; the other rank comes when the first native slice, 50 ms, is over."""
     modules = [communicator.__name__, region_calls.__name__]

@@ -128,6 +128,7 @@ def main(directory: Path, rank: int) -> None:
         report(directory, rank, {})
 
 
+@pytest.mark.thorough
 def test_replicas_go_on_when_one_is_killed() -> None:
     """The two that are left finish all steps, as ranks 0 and 1 of an epoch of their own."""
     done = subprocess.run(

@@ -195,6 +195,7 @@ def test_torchrun_can_start_the_ranks(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_the_demo_trains_its_own_model_and_ends_with_ok() -> None:
     """Without a model it prints the texts, the table and the speed, and a last line that says OK.
 
@@ -211,6 +212,7 @@ def test_the_demo_trains_its_own_model_and_ends_with_ok() -> None:
     assert "generating with TP 1 x PP 2 again" in done.stderr
 
 
+@pytest.mark.thorough
 def test_the_printed_command_watches_a_demo_that_holds(tmp_path: Path) -> None:
     """The command, run as printed while the demo serves again and again, shows calls of all ranks."""
     model = random_checkpoint(tmp_path / "model", CONFIG)

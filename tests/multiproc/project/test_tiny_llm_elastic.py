@@ -76,6 +76,7 @@ def check_outcome(outcome: dict[str, Any]) -> None:
     assert outcome["blocked_s"] > 0
 
 
+@pytest.mark.thorough
 def test_a_worker_is_killed_and_replaced_and_every_answer_is_right(tmp_path: Path) -> None:
     """Two replicas of one process each. The trained model, and replicas of two, are left to the thorough tests."""
     model = random_checkpoint(tmp_path / "model", CONFIG)

@@ -36,7 +36,9 @@ def threads_of(end: Any) -> list[threading.Thread]:
 
 
 @pytest.mark.guarantee("R7", "R14")
-@pytest.mark.parametrize("local", [[], [2]], ids=["remote", "mixed"])
+@pytest.mark.parametrize(
+    "local", [pytest.param([], marks=pytest.mark.thorough), [2]], ids=["remote", "mixed"]
+)
 def test_a_writers_close_that_a_handler_interrupts_is_finished(local: list[int]) -> None:
     """Wherever a handler raises, a second call leaves no thread and no descriptor, and the readers get everything."""
     for step in count():

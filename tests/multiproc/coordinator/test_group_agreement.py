@@ -23,12 +23,13 @@ from coordinator import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from coordinator.bootstrap import creation
 from coordinator.bootstrap.agreement.agreeing import agree
 from coordinator.bootstrap.agreement.views import View
 from shm_broadcast.liveness import this_process
 from tests.engines import refusal, works
 from tests.harness import RankPool, run_ranks
-from tests.worlds import meet, world
+from tests.worlds import meet, outcome_of, world
 
 DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
     "rank lists": lambda rank: {"group_ranks": [[0, 1], [2, 3]] if rank < 3 else [[0, 2], [1, 3]]},
@@ -69,6 +70,29 @@ def test_ranks_that_create_different_groups_all_raise_at_once(ranks4: RankPool, 
     for text in ranks4.run(disagreeing, what):
         assert "creating group 'tp:" in text
         assert "ranks disagree" in text
+
+
+def different_versions(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(creation, "PROTOCOL_VERSION", creation.PROTOCOL_VERSION - 1)
+        settings = CoordinatorSettings.resolve({}, create_timeout_s=20.0)
+        method = f"file://{directory}/rendezvous"
+        found = outcome_of(
+            lambda: init_distributed_environment(world_size, rank, method, backend="gloo", settings=settings)
+        )
+    meet(rank, range(world_size), directory, "end")
+    return found
+
+
+@pytest.mark.guarantee("G6")
+def test_ranks_of_different_versions_are_refused(ranks4: RankPool) -> None:
+    """A host that was not upgraded is found before anything else is exchanged. The error shows both versions."""
+    new, old = creation.PROTOCOL_VERSION, creation.PROTOCOL_VERSION - 1
+    for found in ranks4.run(different_versions):
+        assert found["kind"] == "DisagreementError", found
+        for text in ("ranks disagree: protocol: ", f"'{new}' (rank", f"'{old}' (rank 2)"):
+            assert text in found["text"]
 
 
 def different_layouts(rank: int, world_size: int, directory: Path) -> str:

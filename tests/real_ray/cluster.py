@@ -141,18 +141,23 @@ class Cluster:
         }
 
     def run(self, module: str, *words: str, timeout_s: float = 240.0) -> Any:
-        """Run `python -m MODULE ADDRESS WORDS` on the first host; return the JSON that it prints last."""
+        """Run `python -m MODULE WORDS` on the first host, as a driver of the cluster; return what it prints.
+
+        If it prints an object as a line of JSON, that is returned.
+        """
         done = subprocess.run(
-            [*self._enter(), sys.executable, "-m", module, f"{ADDRESSES[0]}:{PORT}", *words],
+            [*self._enter(), sys.executable, "-m", module, *words],
             cwd=ROOT,
-            env=self._environ(),
+            env={**self._environ(), "RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}"},
             capture_output=True,
             text=True,
             check=False,
             timeout=timeout_s,
         )
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-12000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        # Ray may write to the same stream behind it.
+        found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        return json.loads(found[-1]) if found else done.stdout
 
     def close(self) -> None:
         """End every process of the cluster and remove its files."""

@@ -1,4 +1,4 @@
-"""The driver of the tests: `python -m tests.real_ray.driver ADDRESS SCENARIO`; prints what it found as JSON."""
+"""The driver of the tests: `python -m tests.real_ray.driver SCENARIO`; prints what it found as JSON."""
 
 import json
 import logging
@@ -186,7 +186,7 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
 }
 
 if __name__ == "__main__":
-    ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
-    print(json.dumps(SCENARIOS[sys.argv[2]](*sys.argv[3:])))
+    ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    print(json.dumps(SCENARIOS[sys.argv[1]](*sys.argv[2:])))
     sys.stdout.flush()
     ray.shutdown()

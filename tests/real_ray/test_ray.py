@@ -4,13 +4,17 @@ Each test runs one driver on the first host. A host's boot id and process namesp
 of a process on the other host: what is known of it there, Ray's agents have told.
 """
 
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.probes import requires
-from tests.real_ray.cluster import ADDRESSES, Cluster, two_hosts
+from tests.real_ray.cluster import ADDRESSES, ROOT, Cluster, two_hosts
 
 pytestmark = [pytest.mark.engine, requires("ray"), requires("network_namespaces")]
 
@@ -111,13 +115,26 @@ def test_what_keeps_a_world_from_forming_is_named(cluster: Cluster) -> None:
     found = cluster.run(DRIVER, "mistakes")
     assert found["plain"]["text"].startswith("the actors of ranks [0] were not made by rank_actor")
     assert found["moved"]["kind"] == "UsageError"
-    assert "the actor of rank 0 is on node" in found["moved"]["text"]
+    assert re.match(r"the actor of rank [02] is on node \w+, and its seat is bundle", found["moved"]["text"])
     assert "ports must be the first and the last one" in found["strange port"]["text"]
     assert "no such weight" in found["own"]["text"]
     assert found["death"]["kind"] == "PeerLostError"
     assert found["death"]["peers"] == [3]
     assert found["death"]["took_s"] < 30, "the others do not wait for the deadline of 100 s"
     assert [each["sum"] for each in found["after"]] == [6] * 3
+
+
+def test_the_tiny_llm_serves_on_two_hosts(cluster: Cluster) -> None:
+    """Every token equals that of one process, and the answers are those of the demo on one host."""
+    told = cluster.run("examples.tiny_llm_on_ray", "--cpus-per-rank", "0.5")
+    assert "4 ranks on 2 node(s) met in" in told
+    assert f"rank 2: {FAR}, local rank 0 of 2" in told
+    assert "tokens of TP 2 x PP 2 on Ray are identical to those of one process" in told
+    demo = subprocess.run(
+        [sys.executable, "-m", "examples.tiny_llm", "--json"], cwd=ROOT, capture_output=True, check=True
+    )
+    for one in json.loads(demo.stdout)["continuations"]:
+        assert f"{one['prompt']} |{one['text']}" in told
 
 
 @pytest.mark.guarantee("M7")

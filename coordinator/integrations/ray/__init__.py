@@ -1,4 +1,4 @@
-"""Run the ranks of a world as Ray actors, with the extra `ray`; and let Ray carry handles of queues.
+"""Run the ranks of a world as Ray actors; needs the extra `ray`.
 
     seats = plan(placement_group)
     actors = [rank_actor(MyRank).options(scheduling_strategy=seat.strategy(placement_group)).remote() for seat in seats]
@@ -13,9 +13,8 @@ functions is called.
 """
 
 from coordinator.integrations.ray.actor import RankActor, rank_actor
-from coordinator.integrations.ray.carrying import carry_in_clear
 from coordinator.integrations.ray.meeting import Meeting, meet
 from coordinator.integrations.ray.seats import Seat, plan
 from coordinator.integrations.ray.watching import watch
 
-__all__ = ["Meeting", "RankActor", "Seat", "carry_in_clear", "meet", "plan", "rank_actor", "watch"]
+__all__ = ["Meeting", "RankActor", "Seat", "meet", "plan", "rank_actor", "watch"]

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from coordinator.integrations.ray import carry_in_clear
+from coordinator.integrations.ray.carrying import carry_in_clear
 from coordinator.integrations.sealing import open_sealed, seal
 from coordinator.integrations.vllm.announcement import announce
 from coordinator.settings import CoordinatorSettings

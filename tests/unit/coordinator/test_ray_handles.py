@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.integrations.ray import carry_in_clear
+from coordinator.integrations.ray.carrying import carry_in_clear
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
 from shm_broadcast.errors import DecodeError
 

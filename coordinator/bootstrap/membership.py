@@ -123,3 +123,22 @@ def own_address(interface: str | None, store: dist.Store, spans_hosts: bool = Fa
     if spans_hosts and is_loopback(address):
         raise refuse_loopback(store.host, server[0].text)
     return address
+
+
+def loopback_hint(store: dist.Store, address: str) -> str:
+    """Return the end of an error's text about ranks that did not come, if perhaps they cannot reach the store; else "".
+
+    Without a launcher that says so nobody knows before that the ranks are on several hosts.
+
+    Args:
+        store: The store in which the ranks meet.
+        address: What `own_address` has returned.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore | SecuredStore) or not is_loopback(address):
+        return ""
+    return (
+        f". On this host, {socket.gethostname()}, {store.host} stands for a loopback address, at which ranks on other "
+        "hosts cannot reach the master: look into /etc/hosts"
+    )

@@ -31,7 +31,7 @@ from coordinator.bootstrap.blocking_calls import (
     refuse_clones,
 )
 from coordinator.bootstrap.connections import open_tcp_store
-from coordinator.bootstrap.membership import own_address
+from coordinator.bootstrap.membership import loopback_hint, own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.bootstrap.secured import meet_by_hint, place_of
 from coordinator.bootstrap.status_store import WorldStatusStore
@@ -480,9 +480,15 @@ def _connect(
     with closing(PeerWatch(own, {})) as reported, clock.phase("rendezvous"):
         listen_for_losses(reported, ranks)
         view = View(facts, own, address)
-        views = agree(
-            world_store, "the world", rank, ranks, view, settings.create_timeout_s, reported=reported
-        )
+        try:
+            views = agree(
+                world_store, "the world", rank, ranks, view, settings.create_timeout_s, reported=reported
+            )
+        except CommTimeoutError as error:
+            hint = loopback_hint(rendezvous.store, address)
+            if not hint:
+                raise
+            raise CommTimeoutError(f"{error}{hint}", missing=error.missing) from error
     check_plaintext(settings, rendezvous.store, views.spans_hosts, "the world")
     listening = views.listening_address(LOOPBACK)
 

@@ -210,6 +210,7 @@ def run_scenarios(directory: Path, rank: int) -> dict[str, Any]:
         "interface, IPv6": lambda: join("tcp://six:29504", interface="six", **place),
         "interface of both": lambda: join("tcp://10.77.0.1:29505", interface="right", **place),
         "srun, 127.0.1.1": lambda: join("slurm://", slurm(rank, "alpha,beta", 29506), create_timeout_s=3.0),
+        "address, 127.0.1.1": lambda: join("tcp://alpha:29511", create_timeout_s=2.0, **place),
         "mpiexec, loopback": lambda: join("mpi://127.0.0.1:29507", mpich(rank)),
         "late name": lambda: join_by_late_name(directory, rank, "late", 29508, 1.0),
     }
@@ -290,6 +291,17 @@ def test_a_masters_name_for_loopback_is_refused_on_its_host(found: Found) -> Non
         for word in ("alpha", "127.0.1.1", "/etc/hosts"):
             assert word in each["text"]
         assert each["seconds"] < 1.0
+    for each in ranks[2:]:
+        assert (each["kind"], each["missing"]) == ("CommTimeoutError", [0]), each
+
+
+def test_a_name_for_loopback_without_a_launcher_is_told_at_the_deadline(found: Found) -> None:
+    """Nobody knows before that there is another host. Those who wait for its ranks in vain are told to look."""
+    ranks = found["address, 127.0.1.1"]
+    for each in ranks[:2]:
+        assert (each["kind"], each["missing"]) == ("CommTimeoutError", [2, 3]), each
+        assert "On this host, alpha, alpha stands for a loopback address" in each["text"]
+        assert "/etc/hosts" in each["text"]
     for each in ranks[2:]:
         assert (each["kind"], each["missing"]) == ("CommTimeoutError", [0]), each
 

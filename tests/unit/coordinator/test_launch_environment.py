@@ -56,6 +56,19 @@ def test_the_launch_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatc
     assert launch.rank == 5
 
 
+def test_the_number_of_agents_is_read_where_an_agent_serves_the_store() -> None:
+    """There is one for each host. Elsewhere the variable may mean anything."""
+    launch = LaunchEnvironment.from_env({**TORCHRUN, "GROUP_WORLD_SIZE": "2"})
+    assert launch is not None
+    assert launch.agents == 2
+    odd = {**TORCHRUN, "GROUP_WORLD_SIZE": "x"}
+    with pytest.raises(SettingsError, match="GROUP_WORLD_SIZE='x' must be an integer"):
+        LaunchEnvironment.from_env(odd)
+    plain = LaunchEnvironment.from_env({**odd, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert plain is not None
+    assert plain.agents == 1
+
+
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_a_partial_launch_is_refused(missing: str, is_empty: bool) -> None:

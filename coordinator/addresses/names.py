@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from shm_broadcast.errors import ClosedError, UsageError
 from shm_broadcast.reports.log_fields import log_fields
 
-__all__ = ["Address", "addresses_of", "await_addresses", "is_loopback", "refuse_loopback"]
+__all__ = ["Address", "addresses_of", "await_addresses", "is_loopback", "is_numeric", "refuse_loopback"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -94,6 +94,15 @@ def await_addresses(
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
 
+def is_numeric(host: str) -> bool:
+    """Return whether `host` is an address and no name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
 def is_loopback(address: str) -> bool:
     """Return whether a numeric address reaches this host only; one of IPv6 may name its interface (`fe80::1%eth0`)."""
     number = ipaddress.ip_address(address.partition("%")[0])
@@ -104,7 +113,7 @@ def is_loopback(address: str) -> bool:
 def refuse_loopback(host: str, address: str) -> UsageError:
     """Return the error for a world on several hosts whose master is at a loopback address of this one."""
     here = socket.gethostname()
-    if host == address:
+    if is_numeric(host):
         return UsageError(
             f"the ranks are on several hosts, and the master's address {host} reaches host {here} only: use an address "
             "at which the other hosts reach the master"

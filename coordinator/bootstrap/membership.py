@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from coordinator.addresses.interfaces import interface_address, routed_address
-from coordinator.addresses.names import addresses_of, is_loopback, refuse_loopback
+from coordinator.addresses.names import addresses_of, is_loopback, is_numeric, refuse_loopback
 from coordinator.host.process_groups import LOOPBACK
 from coordinator.security.store import SecuredStore
 from shm_broadcast.errors import NativeError, UsageError
@@ -138,6 +138,8 @@ def loopback_hint(store: dist.Store, address: str) -> str:
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore | SecuredStore) or not is_loopback(address):
         return ""
+    if store.host == "localhost" or is_numeric(store.host):
+        return ""  # whoever passes that means this host
     return (
         f". On this host, {socket.gethostname()}, {store.host} stands for a loopback address, at which ranks on other "
         "hosts cannot reach the master: look into /etc/hosts"

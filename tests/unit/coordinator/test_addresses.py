@@ -10,7 +10,14 @@ import pytest
 
 from coordinator.addresses import interfaces, names
 from coordinator.addresses.interfaces import interface_address, routed_address
-from coordinator.addresses.names import Address, addresses_of, await_addresses, is_loopback, refuse_loopback
+from coordinator.addresses.names import (
+    Address,
+    addresses_of,
+    await_addresses,
+    is_loopback,
+    is_numeric,
+    refuse_loopback,
+)
 from coordinator.bootstrap import serving
 from shm_broadcast.errors import CapabilityError, ClosedError, SettingsError, UsageError
 
@@ -98,6 +105,13 @@ def test_who_waits_no_more_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> N
 def test_loopback_is_told_from_other_addresses(address: str, expected: bool) -> None:
     """Those of IPv6 too, also of IPv4 in IPv6."""
     assert is_loopback(address) is expected
+    assert is_numeric(address)
+
+
+@pytest.mark.parametrize("host", ["localhost", "n1", "10.0.0", "1", "fd00"])
+def test_a_name_is_no_address(host: str) -> None:
+    """Short forms of addresses, which the resolver may know, count as names."""
+    assert not is_numeric(host)
 
 
 def test_the_error_for_loopback_says_what_to_change() -> None:

@@ -5,6 +5,7 @@ fields, people read the text. This module imports nothing from the project.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 __all__ = [
     "CapabilityError",
@@ -93,6 +94,10 @@ class StaleGraphError(UsageError):
         self.captured_epoch: int = captured_epoch
         self.current_epoch: int = current_epoch
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return how a copy is made: its text takes the place of the one that names no group."""
+        return type(self), (self.captured_epoch, self.current_epoch), {**self.__dict__, "args": self.args}
+
 
 class PeerLostError(CommError, ConnectionError):
     """A peer's process ended, or the peer left the group. The group is unusable afterwards.
@@ -156,6 +161,11 @@ class NativeError(CommError):
         self.library = library
         self.function = function
         self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return how a copy is made, in this process or by an engine that carries errors between processes."""
+        made = partial(type(self), library=self.library, function=self.function, code=self.code)
+        return made, (str(self),), self.__dict__
 
 
 class NcclError(NativeError):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coordinator import (
+    GroupCoordinator,
     destroy_distributed_environment,
     get_world_group,
     init_distributed_environment,
@@ -122,6 +123,9 @@ def hear(rank: int, world_size: int, directory: Path) -> str:
     assert caught.value.peers == (1,)
     if rank == 0:
         put(directory / "broken", b"")
+        with pytest.raises(PeerLostError, match="its node is gone") as later:
+            GroupCoordinator([[0, 1]], 0, "gloo", True, group_name="later")
+        assert later.value.peers == (1,)
     destroy_distributed_environment()
     return str(caught.value)
 
@@ -143,6 +147,7 @@ def main(directory: Path, rank: int) -> None:
     init_distributed_environment(meeting=ticket, local_rank=rank % 2, settings=settings)
     group = get_world_group()
     found["sum"] = group.all_reduce(torch.tensor([float(rank)])).item()
+    pair = GroupCoordinator([[0, 1], [2, 3]], rank % 2, "gloo", True, group_name="pair", settings=settings)
     start = time.monotonic()
     try:
         if rank == 3:
@@ -153,6 +158,8 @@ def main(directory: Path, rank: int) -> None:
             group.all_reduce(torch.tensor([1.0]))
     except PeerLostError as error:
         found |= {"peers": list(error.peers), "text": str(error), "after_s": time.monotonic() - start}
+    if rank < 2:
+        found["pair"] = pair.all_gather_object(rank)
     report(directory, rank, found)
     if rank == 0:
         for each in (1, 2):
@@ -172,3 +179,5 @@ def test_a_reported_loss_reaches_the_other_host() -> None:
         assert each["peers"] == [3]
         assert "says the driver" in each["text"]
         assert each["after_s"] < 30
+    for each in found[:2]:
+        assert each["pair"] == [0, 1], "a group without the lost rank works"

@@ -35,8 +35,11 @@ from device_comm.reduction import ReduceOperation, accumulation_dtype, reduce_in
 
 # An all-reduce is cut into pieces of this size: while one is on its way between the hosts, the next is combined.
 PIECE_BYTES: Final = 4 << 20
-# Up to this size, and between two hosts always, each leader combines everything itself: one swap instead of two.
+# Up to this size of a partial result each leader combines everything itself: one swap instead of two.
 ONE_SWAP_BYTES: Final = 64 << 10
+# Between two hosts one swap sends no more than two, unless partial results are wider than what is passed on: of n bytes
+# in 16 bits one swap sends 2 n, and two send n and n / 2. From this size on that is worth another round trip.
+WIDE_SWAP_BYTES: Final = 256 << 10
 
 
 def group_by_host(host_ids: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -59,6 +62,13 @@ def partial_dtype(dtype: torch.dtype, op: ReduceOperation) -> torch.dtype:
         ReduceOperation.MAX,
     )
     return accumulation_dtype(dtype) if is_wider else dtype
+
+
+def takes_one_swap(hosts: int, partial: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether each leader combines the whole of a piece. `dtype` is that of the result."""
+    if hosts > 2:
+        return partial.nbytes <= ONE_SWAP_BYTES
+    return partial.itemsize == dtype.itemsize or partial.nbytes <= WIDE_SWAP_BYTES
 
 
 class HierarchicalCommunicator(DeviceCommunicator):
@@ -342,18 +352,18 @@ class _Levels:
         before: _Piece | None = None
         for start in range(0, flat.numel(), length):
             partial = self._inside.combine(call, flat[start : start + length].to(wide), op)
-            piece = self._start_piece(call, partial, slice(start, start + partial.numel()))
+            piece = self._start_piece(call, partial, slice(start, start + partial.numel()), flat.dtype)
             if before is not None:
                 self._finish_piece(call, before, into, op)
             before = piece
         if before is not None:
             self._finish_piece(call, before, into, op)
 
-    def _start_piece(self, call: Call, partial: torch.Tensor, elements: slice) -> _Piece:
+    def _start_piece(self, call: Call, partial: torch.Tensor, elements: slice, dtype: torch.dtype) -> _Piece:
         if not self._is_leader:
             return _Piece(elements)
         count, hosts = partial.numel(), len(self._hosts)
-        if hosts == 2 or partial.nbytes <= ONE_SWAP_BYTES:
+        if takes_one_swap(hosts, partial, dtype):
             ranges = [(0, count)] * hosts
         else:
             share = -(-count // hosts)
@@ -473,8 +483,10 @@ class _Levels:
 __all__ = [
     "ONE_SWAP_BYTES",
     "PIECE_BYTES",
+    "WIDE_SWAP_BYTES",
     "HierarchicalCommunicator",
     "group_by_host",
     "is_hierarchical",
     "partial_dtype",
+    "takes_one_swap",
 ]

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from coordinator.parallel_state import get_world_group
 from coordinator.testing import check_device_communicator
 from device_comm.cpu import shared_memory
 from device_comm.cpu.hierarchical import group_by_host, is_hierarchical, partial_dtype
+from device_comm.cpu.leaders import FRAME_BYTES, Call, Leaders, Swap
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.reduction import ReduceOperation, accumulation_dtype, check_reducible, reduce_in_rank_order
 from shm_broadcast.errors import UsageError
@@ -166,6 +168,37 @@ def reduce_large(rank: int, world_size: int, directory: Path) -> None:
 def test_large_reductions_in_pieces_have_the_same_bits(hosts: HostsPool) -> None:
     """They take several slots and several pieces. One piece is sent while the next one is combined."""
     hosts.run(reduce_large)
+
+
+def count_what_is_sent(rank: int, world_size: int, directory: Path) -> list[int]:
+    sent: list[int] = []
+    post = Leaders._post
+
+    def counted(leaders: Leaders, call: Call, pairs: Any) -> Swap:
+        sent.extend(
+            data.nbytes for data, _ in pairs.values() if data is not None and data.numel() > FRAME_BYTES
+        )
+        return post(leaders, call, pairs)
+
+    with world(rank, world_size, directory) as group, mock.patch.object(Leaders, "_post", counted):
+        found = []
+        for dtype, nbytes in (
+            (torch.bfloat16, 128 << 10),
+            (torch.bfloat16, 1 << 20),
+            (torch.float32, 1 << 20),
+        ):
+            sent.clear()
+            hierarchical(group).all_reduce(torch.ones(nbytes // dtype.itemsize, dtype=dtype))
+            found.append(sum(sent))
+    return found
+
+
+@pytest.mark.guarantee("D16")
+def test_two_hosts_send_what_is_wide_once_and_the_result_narrow(ranks3: RankPool) -> None:
+    """Of 16 bits, a leader sends each element in 32 bits if they are few, else half of them, and half in 16 bits."""
+    leader, other, lone = HostsPool(ranks3, "AAB").run(count_what_is_sent)
+    assert leader == lone == [256 << 10, (1 << 20) + (1 << 19), 1 << 20]
+    assert other == [0, 0, 0]
 
 
 def reduce_views(rank: int, world_size: int, directory: Path) -> None:

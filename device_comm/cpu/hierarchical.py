@@ -35,8 +35,8 @@ from device_comm.reduction import ReduceOperation, accumulation_dtype, reduce_in
 
 # An all-reduce is cut into pieces of this size: while one is on its way between the hosts, the next is combined.
 PIECE_BYTES: Final = 4 << 20
-# Up to this size of a partial result each leader combines everything itself: one swap instead of two.
-ONE_SWAP_BYTES: Final = 64 << 10
+# What a line of 10 Gbit/s carries in the 50 us that another round trip between the leaders costs.
+ROUND_TRIP_BYTES: Final = 62_500
 # Between two hosts one swap sends no more than two, unless partial results are wider than what is passed on: of n bytes
 # in 16 bits one swap sends 2 n, and two send n and n / 2. From this size on that is worth another round trip.
 WIDE_SWAP_BYTES: Final = 256 << 10
@@ -67,7 +67,8 @@ def partial_dtype(dtype: torch.dtype, op: ReduceOperation) -> torch.dtype:
 def takes_one_swap(hosts: int, partial: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether each leader combines the whole of a piece. `dtype` is that of the result."""
     if hosts > 2:
-        return partial.nbytes <= ONE_SWAP_BYTES
+        # One swap sends h - 1 times n bytes, two send 2 n (h - 1) / h: so many more are worth a round trip.
+        return partial.nbytes * (hosts - 1) * (1 - 2 / hosts) <= ROUND_TRIP_BYTES
     return partial.itemsize == dtype.itemsize or partial.nbytes <= WIDE_SWAP_BYTES
 
 
@@ -481,8 +482,8 @@ class _Levels:
 
 
 __all__ = [
-    "ONE_SWAP_BYTES",
     "PIECE_BYTES",
+    "ROUND_TRIP_BYTES",
     "WIDE_SWAP_BYTES",
     "HierarchicalCommunicator",
     "group_by_host",

@@ -1,7 +1,7 @@
 """Slurm's lists of hosts are expanded in their order, with leading zeros."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.launchers.nodelist import expand_nodelist
@@ -39,6 +39,7 @@ def test_what_is_no_list_is_refused(nodelist: str) -> None:
         expand_nodelist(nodelist)
 
 
+@settings(max_examples=50)
 @given(st.text(alphabet="n[]0123,-x.", max_size=12))
 def test_any_text_is_a_list_or_refused(text: str) -> None:
     """A list without brackets is what stands between its commas."""
@@ -52,7 +53,8 @@ def test_any_text_is_a_list_or_refused(text: str) -> None:
         assert names == text.split(",")
 
 
-@given(st.integers(0, 99999), st.integers(0, 300), st.integers(1, 6))
+@settings(max_examples=30)
+@given(st.integers(0, 99999), st.integers(0, 30), st.integers(1, 6))
 def test_a_range_has_the_width_of_its_first_number(first: int, more: int, width: int) -> None:
     """The numbers are those from the first to the last, padded like the first."""
     padded = f"{first:0{width}d}"

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from coordinator.security.opening import Place, connect_to, serve_at
+from coordinator.security.opening import connect_to, serve_at
+from coordinator.security.place import Place
 from coordinator.security.secret import Secret
 from coordinator.security.server import StoreServer
 from coordinator.security.store import SecuredStore

@@ -20,7 +20,7 @@ from coordinator.addresses.names import await_addresses, is_loopback, refuse_loo
 from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
 from coordinator.bootstrap.secured import store_at
 from coordinator.bootstrap.serving import allow_descriptors, options_of_server
-from coordinator.security.opening import Place
+from coordinator.security.place import Place
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommError, CommTimeoutError, UsageError
 

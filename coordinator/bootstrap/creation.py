@@ -75,9 +75,8 @@ def create_parts(
     _begin(world, settings, dist.PrefixStore(prefix, world.store), what)
     store, device = world.store, device_of(backend, local_rank)
     every_fact = {
-        **_facts(plans, device, backend, use_device_communicator),
+        **_facts(plans, device, backend, use_device_communicator, store),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
-        **generation_facts(store),
         **facts,
     }
     everyone = sorted({rank for plan in plans for rank in plan.membership.everyone}) or list(
@@ -173,7 +172,11 @@ def _share(builders: Sequence[GroupBuilder]) -> None:
 
 
 def _facts(
-    plans: Sequence[GroupPlan], device: torch.device, backend: str, use_device_communicator: bool
+    plans: Sequence[GroupPlan],
+    device: torch.device,
+    backend: str,
+    use_device_communicator: bool,
+    store: dist.Store,
 ) -> dict[str, str]:
     """Return the facts that must be equal on all ranks for any group."""
     return {
@@ -184,6 +187,7 @@ def _facts(
         "device type": device.type,
         "use_device_communicator": str(use_device_communicator),
         "communicator": communicator_name(device.type, 2),
+        **generation_facts(store),
     }
 
 

@@ -38,7 +38,7 @@ from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
 from coordinator.host.process_groups import GLOO, LOOPBACK, GlooOptions, gloo_at, set_own_world
 from coordinator.launchers.init_methods import FORMS
-from coordinator.meeting.losses import forget_losses, listen_for_losses
+from coordinator.meeting.losses import forget_losses, listen_for_losses, report_loss
 from coordinator.meeting.offers import take
 from coordinator.meeting.tickets import Ticket
 from coordinator.security import store as secured_store
@@ -138,7 +138,7 @@ def init_world(
         clock = Stopwatch()
         with clock.phase("rendezvous"):
             rendezvous = (
-                _join_rendezvous(world_size, rank, init_method, settings, is_elastic, spans_hosts)
+                join_rendezvous(world_size, rank, init_method, settings, is_elastic, spans_hosts)
                 if ticket is None
                 else _meet_by_ticket(ticket, settings)
             )
@@ -146,6 +146,7 @@ def init_world(
             processes = _connect(rendezvous, backend, settings, clock, is_elastic)
         except BaseException:
             rendezvous.leave()
+            forget_losses()
             raise
         group = dist.group.WORLD
         assert group is not None
@@ -165,10 +166,10 @@ def leave_world() -> None:
         if dist.is_initialized() and dist.group.WORLD is world.group:
             dist.destroy_process_group()
         set_own_world(None)
-        forget_losses()
         fork_guard.release(world.group)
         fork_guard.release(world.rendezvous.store)
         world.rendezvous.leave()
+        forget_losses()  # behind the end of a secured store, which tells of them
 
 
 def world_processes() -> Mapping[int, ProcessIdentity]:
@@ -197,7 +198,7 @@ def _is_ours() -> bool:
 atexit.register(leave_world)
 
 
-def _join_rendezvous(
+def join_rendezvous(
     world_size: int,
     rank: int,
     init_method: str,
@@ -454,6 +455,18 @@ def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None
     return leave
 
 
+def _report_losses(store: dist.Store, near: set[int]) -> None:
+    """Let a secured store report ranks whose connection breaks, except for `near` ones, which no network parts."""
+
+    def on_lost(rank: int, how: str) -> None:
+        if rank not in near:
+            report_loss(rank, how)
+
+    base = secured_store.secured(store)
+    if base is not None:
+        base.watch(on_lost)
+
+
 def _connect(
     rendezvous: Rendezvous,
     backend: str,
@@ -472,6 +485,8 @@ def _connect(
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
     world_store = dist.PrefixStore(_WORLD, rendezvous.store)
+    near = set[int]()
+    _report_losses(rendezvous.store, near)
     try:
         address = own_address(settings.interface, rendezvous.store, rendezvous.spans_hosts)
     except CommError as error:
@@ -489,6 +504,7 @@ def _connect(
             if not hint:
                 raise
             raise CommTimeoutError(f"{error}{hint}", missing=error.missing) from error
+    near.update(views.neighbours)
     check_plaintext(settings, rendezvous.store, views.spans_hosts, "the world")
     listening = views.listening_address(LOOPBACK)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from coordinator.bootstrap.blocking_calls import pause_after, run_interruptibly, torch_error
 from coordinator.bootstrap.serving import allow_descriptors
 from coordinator.security import secret
-from coordinator.security.opening import Place, connect_to, serve_at
+from coordinator.security.place import Place
 from coordinator.security.store import SecuredStore
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.endpoint import bind_host
@@ -42,9 +42,10 @@ def place_of(settings: CoordinatorSettings, run: str, rank: int, world_size: int
         UsageError: What they name holds no secret, or not only this user can read it.
     """
     if settings.secret_file is not None:
-        return Place(secret.from_file(settings.secret_file), run, rank, world_size)
+        return Place(secret.from_file(settings.secret_file), run, rank, world_size, settings.remote)
     if settings.secret_descriptor is not None:
-        return Place(secret.from_descriptor(settings.secret_descriptor), run, rank, world_size)
+        held = secret.from_descriptor(settings.secret_descriptor)
+        return Place(held, run, rank, world_size, settings.remote)
     return None
 
 
@@ -73,6 +74,7 @@ def store_at(
         CommTimeoutError: No store of this run answered there; `.missing` names rank 0.
         ClosedError: `over` was set.
     """
+    from coordinator.security.opening import connect_to, serve_at  # it loads zmq
 
     def check() -> None:
         if over.is_set():
@@ -110,6 +112,8 @@ def meet_by_hint(
         DecodeError: The other store names no endpoint.
         CommTimeoutError: No store of this run answered at the endpoint in time; the text names it.
     """
+    from coordinator.security.opening import serve_at  # it loads zmq
+
     timeout_s, over = settings.create_timeout_s, threading.Event()
 
     def serve() -> SecuredStore:

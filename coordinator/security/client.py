@@ -45,6 +45,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _FAILED_HANDSHAKES: Final = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 _CHECK_EVERY_S: Final = 0.1
+# How long zmq may take to send BYE.
+_FAREWELL_MS: Final = 200
 
 
 class _Pending:
@@ -103,6 +105,8 @@ class StoreClient:
         self._welcome = _Pending()
         self._is_welcome = False
         self._broken: Exception | None = None
+        self._lost: dict[int, str] = {}
+        self._on_lost: Callable[[int, str], None] | None = None
         self._connections = self._failed_handshakes = self._refusals = 0
         self._forks = fork_count()
         self._is_stopping = self._is_closed = False
@@ -147,6 +151,17 @@ class StoreClient:
         if self._welcome.error is not None:
             raise self._welcome.error
         return True
+
+    def watch(self, on_lost: Callable[[int, str], None]) -> None:
+        """Call `on_lost` with each rank that is lost, or was before, and how it was; from any thread.
+
+        A rank is lost when its connection to the store ends and it has not closed it; for rank 0 this one counts.
+        """
+        with self._lock:
+            self._on_lost = on_lost
+            lost = list(self._lost.items())
+        for rank, how in lost:
+            on_lost(rank, how)
 
     @property
     def tried(self) -> str:
@@ -239,7 +254,10 @@ class StoreClient:
         if not self._dealer.closed:
             self._dealer.disable_monitor()
             self._monitor.close(0)
-            self._dealer.close(0)
+            is_connected = self._is_welcome and self._broken is None
+            if is_connected:
+                self._dealer.send(pack(Kind.BYE, self._rank, 0, self.generation), zmq.NOBLOCK)
+            self._dealer.close(_FAREWELL_MS if is_connected else 0)
 
     def _loop(self) -> None:
         poller = zmq.Poller()
@@ -284,9 +302,15 @@ class StoreClient:
                 self.generation, self._is_welcome = record.generation, True
                 self._welcome.tell(None)
         elif record.generation != self.generation:
-            raise DecodeError("an answer of another start of the store")
+            raise DecodeError("a record of another start of the store")
         elif record.kind == Kind.ANSWER:
             self._tell(record.number, answer_of(record.body), None)
+        elif record.kind == Kind.LOST:
+            self._lose(record.number, bytes(record.body).decode("utf-8", "replace"))
+        elif record.kind == Kind.END:
+            self._break("rank 0 has left, which serves the store")
+        elif record.kind == Kind.BEAT:
+            pass  # it shows the server that this connection is there
         elif record.kind == Kind.FAILED:
             self._tell(record.number, None, UsageError(bytes(record.body).decode("utf-8", "replace")))
         else:
@@ -312,7 +336,12 @@ class StoreClient:
                 self._failed_handshakes += bool(event & _FAILED_HANDSHAKES)
             elif event == zmq.Event.DISCONNECTED or event & _FAILED_HANDSHAKES:
                 # A record that cannot be decrypted counts as a failed handshake too, and zmq only stops reading then.
-                self._break("the connection to rank 0 broke: it has ended, or somebody changed what is sent")
+                self._drain()  # what came before, END perhaps
+                if self._broken is None:
+                    how = "the connection to rank 0 broke: it has ended, or somebody changed what is sent"
+                    self._break(how)
+                    self._lose(0, how)
+                return
 
     def _refuse(self, why: str) -> None:
         error = UsageError(f"the store of rank 0 at {self._url} refuses rank {self._rank}: {why}")
@@ -320,6 +349,13 @@ class StoreClient:
             self._is_welcome = True
             self._welcome.tell(None, error)
         self._break(str(error))
+
+    def _lose(self, rank: int, how: str) -> None:
+        with self._lock:
+            self._lost[rank] = how
+            on_lost = self._on_lost
+        if on_lost is not None:
+            on_lost(rank, how)
 
     def _break(self, why: str) -> None:
         with self._lock:

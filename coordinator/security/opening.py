@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
+from typing import Final
 
+from coordinator.addresses.names import is_loopback
 from coordinator.security.client import StoreClient
 from coordinator.security.keys import keys_of_rank, keys_of_store, public_keys
-from coordinator.security.secret import Secret
-from coordinator.security.server import PINGS, StoreServer
+from coordinator.security.place import Place
+from coordinator.security.server import StoreServer
 from coordinator.security.store import SecuredStore
-from shm_broadcast.endpoint import VERSION, RemoteEndpoint
+from shm_broadcast.endpoint import VERSION, RemoteEndpoint, RemoteSettings
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, UsageError
 
-__all__ = ["Place", "connect_to", "serve_at"]
+__all__ = ["connect_to", "serve_at"]
+
+_PINGS_AT_HOME: Final = RemoteSettings(heartbeat_s=5.0, lost_after_s=60.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A process's place in a run.
+def _pings(place: Place, address: str) -> RemoteSettings:
+    """Return when zmq drops a silent connection: after `lost_after_s`, where ranks may be on another host.
 
-    Attributes:
-        secret: What all ranks of the job hold.
-        run: Names this start of the job; equal on all ranks.
-        rank: Global rank of this process.
-        world_size: Number of processes.
+    On one host the kernel tells of ranks that end, and a debugger may stop one for long.
     """
-
-    secret: Secret
-    run: str
-    rank: int
-    world_size: int
-
-    @property
-    def where(self) -> str:
-        """Return the beginning of an error's text."""
-        return f"rendezvous (rank {self.rank} of {self.world_size})"
+    if is_loopback(address):
+        return _PINGS_AT_HOME
+    remote = place.remote
+    # zmq pings twice in a `heartbeat_s`, and waits for 3/8 of `lost_after_s`.
+    return RemoteSettings(heartbeat_s=2 * remote.heartbeat_s, lost_after_s=remote.lost_after_s * 8 / 3)
 
 
 def serve_at(
@@ -65,7 +58,7 @@ def serve_at(
     keys = keys_of_store(place.secret, place.run)
     try:
         ranks = public_keys(place.secret, place.run, place.world_size)
-        server = StoreServer(keys, ranks, (address, ports), descriptor)
+        server = StoreServer(keys, ranks, (address, ports), _pings(place, address), descriptor)
     except CapabilityError as error:
         if ports is None:
             raise
@@ -107,7 +100,7 @@ def connect_to(
         UsageError: It refuses this rank.
     """
     public = keys_of_store(place.secret, place.run).public
-    endpoint = RemoteEndpoint(VERSION, address, port, public, 0, (place.rank,), PINGS)
+    endpoint = RemoteEndpoint(VERSION, address, port, public, 0, (place.rank,), _pings(place, address))
     start = time.monotonic()
     client = StoreClient(endpoint, keys_of_rank(place.secret, place.run, place.rank), place.rank)
     try:

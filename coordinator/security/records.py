@@ -11,7 +11,9 @@ Each is one ZeroMQ message over a connection with CURVE. It begins with 32 bytes
 | 8 | 8 | number of the question, which its answer repeats |
 | 16 | 16 | the store's generation; zeros in HELLO |
 
-A question or an answer in msgpack follows, or the reason of a refusal in UTF-8.
+A question or an answer in msgpack follows, or a text in UTF-8: the reason of a refusal, or how a rank was lost, whose
+number LOST has in place of that of a question. BYE and END say that a rank, and rank 0, leave; BEAT only shows whether
+a connection is there.
 """
 
 from __future__ import annotations
@@ -69,6 +71,10 @@ class Kind:
     QUESTION: Final = 4
     ANSWER: Final = 5
     FAILED: Final = 6
+    BEAT: Final = 7
+    LOST: Final = 8
+    BYE: Final = 9
+    END: Final = 10
 
 
 class Record(NamedTuple):

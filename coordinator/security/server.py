@@ -9,9 +9,10 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from coordinator.security.records import (
     GENERATION_BYTES,
@@ -29,27 +30,35 @@ from shm_broadcast.descriptors import new_eventfd
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import DecodeError, UsageError
 from shm_broadcast.liveness import fork_count
-from shm_broadcast.remote.wire import Gatekeeper, listen, new_context
+from shm_broadcast.remote.wire import Gatekeeper, Socket, listen, new_context
 from shm_broadcast.reports.log_fields import LogFields, log_fields
 
-__all__ = ["PINGS", "StoreServer"]
+__all__ = ["StoreServer"]
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-PINGS: Final = RemoteSettings(heartbeat_s=5.0, lost_after_s=60.0)
-"""zmq asks a silent peer of the store every 2.5 s, and drops the connection if nothing comes for 22 s: a host may have
-vanished without closing its sockets. A debugger may stop a process for less."""
 
 # Questions that were given up by those who asked are forgotten at this interval.
 _TIDY_S: Final = 1.0
 # How long zmq may take to send the last answers.
 _FAREWELL_MS: Final = 200
+# A connection that zmq says has ended is looked for this long, since zmq lets go of it a little later.
+_SUSPECTED_S: Final = 2.0
+_LOOK_S: Final = 0.02
 # Answers to one batch of questions before the thread looks at the handshakes again.
 _BATCH: Final = 64
 
 
+class _Member(NamedTuple):
+    """A rank's connection: zmq's name of it, and the descriptor by which zmq tells that it has ended."""
+
+    route: bytes
+    descriptor: int
+
+
 class StoreServer:
     """Holds the keys of a job and answers its ranks, on a thread of its own. Any thread may call `close`.
+
+    It tells all ranks of one whose connection ends without a BYE.
 
     Attributes:
         generation: Random bytes of this store.
@@ -61,6 +70,7 @@ class StoreServer:
         keys: RemoteKeys,
         ranks: Mapping[bytes, int],
         place: tuple[str, tuple[int, int] | None],
+        pings: RemoteSettings,
         descriptor: int | None = None,
     ) -> None:
         """Listen, and start to serve.
@@ -69,6 +79,7 @@ class StoreServer:
             keys: The store's key pair.
             ranks: The rank of each public key that is admitted, as that rank only.
             place: The numeric address to listen on, never a wildcard, and the first and last port; None for any.
+            pings: How long a rank may be silent before its connection counts as broken, which its zmq answers for it.
             descriptor: A socket that listens there already, which the store then owns.
 
         Raises:
@@ -79,6 +90,9 @@ class StoreServer:
         self._table = Table()
         self._fields: LogFields = log_fields(rank=0)
         self._refused = 0
+        self._members: dict[int, _Member] = {}
+        self._suspects: dict[int, float] = {}  # until when the connection of a rank is looked for
+        self._lost: dict[int, str] = {}
         self._forks = fork_count()
         self._is_stopping = self._is_closed = False
         self._closing = threading.Lock()
@@ -88,7 +102,10 @@ class StoreServer:
             self._gatekeeper = Gatekeeper(self._context, ranks, self._fields, "rank of this job")
             try:
                 self._router, self.port = listen(
-                    self._context, keys, *place, PINGS, LONGEST_QUESTION, descriptor
+                    self._context, keys, *place, pings, LONGEST_QUESTION, descriptor
+                )
+                self._monitor: Socket = undisturbed(
+                    lambda: self._router.get_monitor_socket(zmq.Event.DISCONNECTED)
                 )
             except BaseException:
                 self._gatekeeper.socket.close(0)
@@ -117,11 +134,19 @@ class StoreServer:
             if self._thread.is_alive():
                 os.eventfd_write(self._wake, 1)
                 self._thread.join()
-            self._router.close(_FAREWELL_MS)
+            self._farewell()
             self._gatekeeper.socket.close(0)
             self._context.term()
             os.close(self._wake)
             self._is_closed = True
+
+    def _farewell(self) -> None:
+        if not self._router.closed:
+            for member in self._members.values():
+                self._say(member.route, pack(Kind.END, 0, 0, self.generation))
+            self._router.disable_monitor()
+            self._monitor.close(0)
+            self._router.close(_FAREWELL_MS)
 
     def _serve(self) -> None:
         try:
@@ -135,13 +160,17 @@ class StoreServer:
         poller = zmq.Poller()
         poller.register(self._gatekeeper.socket, zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         tidy_at = time.monotonic() + _TIDY_S
         while not self._is_stopping:
-            poller.poll(int(_TIDY_S * 1000))
+            poller.poll(int((_LOOK_S if self._suspects else _TIDY_S) * 1000))
             self._gatekeeper.answer()
+            # Before the records are read, among which there may be a BYE.
+            ended = self._ended()
             self._drain()
             now = time.monotonic()
+            self._look_for(ended, now)
             if now >= tidy_at:
                 self._table.expire(now)
                 tidy_at = now + _TIDY_S
@@ -158,26 +187,70 @@ class StoreServer:
                 self._note(rank, f"it has {len(frames) - 1} frames")
                 continue
             try:
-                self._hear(rank, route, unpack(content.buffer))
+                self._hear(rank, _Member(route, int(content.get(zmq.SRCFD))), unpack(content.buffer))
             except DecodeError as error:
                 self._note(rank, str(error))
 
-    def _hear(self, rank: int, route: bytes, record: Record) -> None:
+    def _ended(self) -> set[int]:
+        """Return the descriptors of connections that have ended, as zmq tells."""
+        ended = set()
+        while self._monitor.poll(0):
+            ended.add(int(recv_monitor_message(self._monitor)["value"]))
+        return ended
+
+    def _look_for(self, ended: set[int], now: float) -> None:
+        """Tell all ranks of those whose connection has ended without a BYE.
+
+        The kernel gives a descriptor to another connection soon, so what zmq tells is only a suspicion.
+        """
+        if ended:
+            until = now + _SUSPECTED_S
+            suspects = [rank for rank, member in self._members.items() if member.descriptor in ended]
+            self._suspects.update(dict.fromkeys(suspects, until))
+        for rank, until in list(self._suspects.items()):
+            member = self._members.get(rank)
+            if member is None or now > until:
+                del self._suspects[rank]
+            elif not self._say(member.route, pack(Kind.BEAT, 0, 0, self.generation)):
+                del self._suspects[rank], self._members[rank]
+                self._lose(rank)
+
+    def _lose(self, rank: int) -> None:
+        self._lost[rank] = "its connection to the store of rank 0 broke"
+        logger.warning("lost rank %d: %s", rank, self._lost[rank], extra=self._fields.copy())
+        for other in list(self._members.values()):
+            self._tell_of(rank, other.route)
+
+    def _tell_of(self, lost: int, route: bytes) -> None:
+        self._say(route, pack(Kind.LOST, 0, lost, self.generation, self._lost[lost].encode()))
+
+    def _welcome(self, rank: int, member: _Member, number: int) -> None:
+        self._members[rank] = member
+        self._suspects.pop(rank, None)
+        self._say(member.route, pack(Kind.WELCOME, 0, number, self.generation))
+        for lost in self._lost:
+            self._tell_of(lost, member.route)
+
+    def _hear(self, rank: int, member: _Member, record: Record) -> None:
         """Answer a record on a connection whose key belongs to `rank`; its body is decoded only if it fits to that."""
         if record.rank != rank:
             why = f"it says rank {record.rank}, and its key belongs to rank {rank}"
         elif record.kind == Kind.HELLO:
-            self._say(route, pack(Kind.WELCOME, 0, record.number, self.generation))
+            self._welcome(rank, member, record.number)
+            return
+        elif record.kind == Kind.BYE:
+            if self._members.get(rank) == member:
+                del self._members[rank]
             return
         elif record.kind != Kind.QUESTION:
             why = f"a record of unknown kind {record.kind}"
         elif record.generation != self.generation:
             why = "it belongs to an earlier start of this job"
         else:
-            self._answer(Asker(route, record.number), record.body)
+            self._answer(Asker(member.route, record.number), record.body)
             return
         self._note(rank, why)
-        self._say(route, pack(Kind.REFUSED, 0, record.number, self.generation, why.encode()))
+        self._say(member.route, pack(Kind.REFUSED, 0, record.number, self.generation, why.encode()))
 
     def _answer(self, asker: Asker, body: memoryview) -> None:
         try:
@@ -189,13 +262,16 @@ class StoreServer:
         for each, answer in due:
             self._say(each.route, pack(Kind.ANSWER, 0, each.number, self.generation, packed(answer)))
 
-    def _say(self, route: bytes, record: bytes) -> None:
+    def _say(self, route: bytes, record: bytes) -> bool:
+        """Queue a record for a connection; return whether there is one."""
         try:
             self._router.send_multipart([route, record], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             # The rank has left, or its connection is being torn down: nobody waits for this answer.
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
+            return False
+        return True
 
     def _note(self, rank: int, why: str) -> None:
         """Log the 1st, 2nd, 4th, 8th … refusal, so that nobody can fill the log."""

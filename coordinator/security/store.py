@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from coordinator.security.client import StoreClient
 from coordinator.security.records import (
     Add,
     Answer,
@@ -22,7 +21,10 @@ from coordinator.security.records import (
     Remove,
     Swap,
 )
-from coordinator.security.server import StoreServer
+
+if TYPE_CHECKING:  # they load zmq, which processes without a secret do not need
+    from coordinator.security.client import StoreClient
+    from coordinator.security.server import StoreServer
 
 __all__ = ["SecuredStore", "close", "generation_facts", "secured"]
 
@@ -62,6 +64,10 @@ class SecuredStore(dist.Store):
         if self._server is not None:
             self._server.close()
         _open.discard(self)
+
+    def watch(self, on_lost: Callable[[int, str], None]) -> None:
+        """Call `on_lost` with each rank that is lost, now or later, and with how it was; from any thread."""
+        self._client.watch(on_lost)
 
     # --- what torch and Gloo call -----------------------------------------------------------------------------
 

@@ -16,13 +16,16 @@ from coordinator.bootstrap.connections import connection_of_its_own
 from coordinator.host.process_groups import GlooOptions, new_unregistered_gloo_group
 from coordinator.security import client as client_module
 from coordinator.security import server as server_module
-from coordinator.security.opening import connect_to
+from coordinator.security.opening import _pings, connect_to
+from coordinator.security.place import Place
 from coordinator.security.records import LONGEST_QUESTION
 from coordinator.security.store import SecuredStore, generation_facts, secured
+from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import CommTimeoutError, UsageError
 from tests.leaks import Snapshot, leaked_since
 from tests.ports import free_port, listening_addresses
-from tests.secured import HERE, check_nothing, joined, place, served, server_of
+from tests.relay import relay_to
+from tests.secured import HERE, SECRET, check_nothing, joined, place, served, server_of
 from tests.waiting import wait_until
 
 SHORT = timedelta(milliseconds=50)
@@ -185,8 +188,10 @@ def test_gloo_connects_through_it(pair: tuple[SecuredStore, SecuredStore]) -> No
 
 @pytest.mark.guarantee("K5")
 def test_the_end_of_rank_0_ends_every_wait(pair: tuple[SecuredStore, SecuredStore]) -> None:
-    """Waits, and each later call, raise the error that torch's stores raise where the connection is lost."""
+    """Waits, and each later call, raise torch's error for a lost connection; that rank 0 leaves is no loss."""
     failures: list[BaseException] = []
+    lost: list[int] = []
+    pair[1].watch(lambda rank, how: lost.append(rank))
 
     def wait() -> None:
         try:
@@ -203,8 +208,9 @@ def test_the_end_of_rank_0_ends_every_wait(pair: tuple[SecuredStore, SecuredStor
     for thread in threads:
         thread.join()
     assert [type(each) for each in failures] == [dist.DistNetworkError] * 3
-    with pytest.raises(dist.DistNetworkError, match="connection to rank 0 broke"):
+    with pytest.raises(dist.DistNetworkError, match="rank 0 has left"):
         pair[1].check(["a"])
+    assert lost == []
 
 
 def test_nothing_is_left_of_a_store(pair: tuple[SecuredStore, SecuredStore]) -> None:
@@ -309,3 +315,50 @@ def test_a_forked_child_cannot_use_it(
         pair[1].close()
         pair[0].close()
     assert not pair[1].check(["a"])
+
+
+# --- losses ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("K10")
+def test_a_connection_that_breaks_is_told_to_all_and_one_that_is_closed_is_not(
+    pair: tuple[SecuredStore, SecuredStore],
+) -> None:
+    """Ranks learn of it once it happens, or when they ask; a rank that joins later learns it too."""
+    first, second = pair
+    told: dict[int, list[tuple[int, str]]] = {0: [], 1: [], 3: []}
+    first.watch(lambda rank, how: told[0].append((rank, how)))
+    with joined(first.port, 3) as (third,), relay_to(first.port) as relay:
+        with joined(first.port, 2):  # and closes it
+            pass
+        with joined(relay.port, 2) as (lost,):
+            relay.close()
+            wait_until(lambda: told[0], "rank 0 to learn it")
+            with pytest.raises(dist.DistNetworkError):
+                lost.check(["a"])
+        second.watch(lambda rank, how: told[1].append((rank, how)))
+        wait_until(lambda: told[1], "rank 1 to learn it")
+        assert third.num_keys() == 0
+    with joined(first.port, 3) as (late,):
+        late.watch(lambda rank, how: told[3].append((rank, how)))
+        wait_until(lambda: told[3], "a later rank to learn it")
+    assert second.num_keys() == 0
+    assert list(told.values()) == [[(2, "its connection to the store of rank 0 broke")]] * 3
+
+
+@pytest.mark.guarantee("K10")
+def test_a_broken_connection_to_rank_0_is_its_loss() -> None:
+    """Whoever is cut off counts rank 0 as lost."""
+    with served() as first, relay_to(first.port) as relay, joined(relay.port, 1) as (rank,):
+        told: list[int] = []
+        rank.watch(lambda lost, how: told.append(lost))
+        relay.close()
+        wait_until(lambda: told == [0], "the rank to learn it")
+
+
+def test_silence_counts_after_lost_after_s_except_at_home() -> None:
+    """Zmq drops a silent connection between hosts after `lost_after_s`; on loopback it waits for a debugger."""
+    given = RemoteSettings(heartbeat_s=0.2, lost_after_s=0.8)
+    apart = _pings(Place(SECRET, "run", 1, 2, given), "10.0.0.1")
+    assert (apart.ping_ms, apart.silence_ms) == (200, 800)
+    assert _pings(Place(SECRET, "run", 1, 2, given), HERE).silence_ms == 22_500

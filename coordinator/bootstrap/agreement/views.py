@@ -224,6 +224,12 @@ class Views:
         """Return whether the loopback address does not reach all ranks."""
         return len({place.loopback for place in self._places.values()}) > 1
 
+    @property
+    def neighbours(self) -> set[int]:
+        """Return the ranks that the loopback address reaches: no network is between them and this one."""
+        own = self._places[self.rank].loopback
+        return {rank for rank, place in self._places.items() if place.loopback == own}
+
     def listening_address(self, loopback: str) -> str:
         """Return the address to listen on: `loopback` if it reaches all ranks, else the one this rank announced.
 

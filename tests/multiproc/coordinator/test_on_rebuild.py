@@ -319,3 +319,47 @@ def test_ranks_with_different_numbers_of_callbacks_refuse_a_change() -> None:
     """Their calls would not match; the groups serve on."""
     for text in run_ranks(registers_differently, 3):
         assert "on_rebuild callbacks: '1' (rank 0), '0' (rank 1)" in text
+
+
+def joins_and_fails(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Rank 2 joins and fails in its callback; the others wait for it in theirs, and go on without it."""
+
+    def capture(new: ParallelGroups) -> None:
+        if rank == 2:
+            raise RuntimeError("out of memory")
+        new.world.barrier()
+
+    if rank == 2:
+        wait_until((directory / "ready-0").exists, "the others", TIMEOUT_S)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            join_distributed_environment(
+                f"file://{directory}/store", settings=SETTINGS, timeout_s=TIMEOUT_S, on_rebuild=[capture]
+            )
+        meet(rank, range(world_size), directory, "gone on")
+        return {}
+    groups = elastic_groups(rank, world_size - 1, directory)
+    groups.on_rebuild(capture)
+    meet(rank, range(world_size - 1), directory, "ready")
+    wait_until(lambda: groups.pending_members() == 1, "a process that joins", TIMEOUT_S)
+    groups.world.barrier()
+    plan = groups.prepare(join=1, timeout_s=TIMEOUT_S)
+    with pytest.raises((PeerLostError, GroupBrokenError)) as caught:
+        plan.commit()
+    new = groups.rebuild(timeout_s=TIMEOUT_S)
+    assert new.change is not None
+    found = {"text": str(caught.value), "epoch": new.change.epoch, "lost": new.change.lost, "sums": use(new)}
+    meet(rank, range(world_size), directory, "gone on")
+    end(new)
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("E21")
+def test_a_process_that_fails_in_its_callback_while_it_joins_is_left_out() -> None:
+    """It raises its own error; the others are told, and go on without it, later if its process lives on in silence."""
+    found = run_ranks(joins_and_fails, 3)
+    for rank in (0, 1):
+        each = found[rank]
+        assert "on_rebuild" in each["text"]
+        assert (each["epoch"], list(each["lost"])) == (2, [2])
+        assert each["sums"] == [1.0, float(rank), 1.0]

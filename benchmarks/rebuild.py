@@ -30,7 +30,7 @@ import torch
 from benchmarks.launching import die_with_parent
 from benchmarks.results import BenchmarkError, write_figures
 from coordinator.elastic.joining import join_distributed_environment
-from coordinator.errors import CommTimeoutError, PeerLostError
+from coordinator.errors import CommTimeoutError, GroupBrokenError, PeerLostError
 from coordinator.groups import ParallelGroups
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
 
@@ -91,7 +91,7 @@ def serve(rank: int, ranks: int, method: str, told: Connection, *, joins: bool) 
             wants = GO_ON
         try:
             wanted = add_up(groups, wants)
-        except (PeerLostError, CommTimeoutError):
+        except (PeerLostError, CommTimeoutError, GroupBrokenError):
             failed_at = time.monotonic()
             groups = groups.rebuild()
             add_up(groups, GO_ON)

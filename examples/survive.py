@@ -8,7 +8,13 @@ import tempfile
 
 import torch
 
-from coordinator import CommTimeoutError, ParallelGroups, PeerLostError, init_distributed_environment
+from coordinator import (
+    CommTimeoutError,
+    GroupBrokenError,
+    ParallelGroups,
+    PeerLostError,
+    init_distributed_environment,
+)
 
 REPLICAS, STEPS = 3, 5
 VICTIM, LAST_STEP = 1, 2
@@ -30,7 +36,7 @@ def serve(number: int, directory: str) -> None:
             if number == VICTIM and step == LAST_STEP:
                 os.kill(os.getpid(), signal.SIGKILL)
             total = groups.dp.all_reduce(torch.tensor([1.0])).item()
-        except (PeerLostError, CommTimeoutError) as error:
+        except (PeerLostError, CommTimeoutError, GroupBrokenError) as error:
             say(f"process {number}: {error}")
             groups = groups.rebuild(progress=step)
             say(f"process {number}: {groups.change}")

@@ -113,8 +113,13 @@ class Variables:
         """
         return self.number(name, lowest, highest) if self._environ.get(name) else None
 
-    def check_equal(self, first: str, second: str) -> None:
+    def check_equal(self, first: str, second: str, instead: str = "") -> None:
         """Refuse two variables that say the same thing and are both set, but differ.
+
+        Args:
+            first: A variable.
+            second: The other one.
+            instead: As of `text`.
 
         Raises:
             UsageError: They differ.
@@ -122,7 +127,8 @@ class Variables:
         one, other = self._environ.get(first), self._environ.get(second)
         if one and other and one != other:
             self.refuse(
-                f"{first}={one!r} and {second}={other!r} contradict each other: {self._launcher} sets both alike"
+                f"{first}={one!r} and {second}={other!r} contradict each other: {self._launcher} sets both alike",
+                instead,
             )
 
     def refuse(self, reason: str, instead: str = "") -> NoReturn:

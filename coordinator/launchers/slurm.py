@@ -35,7 +35,10 @@ def read_slurm(environ: Mapping[str, str], caller: Caller) -> Launch:
         UsageError: A variable that is needed is missing or malformed, or two of them contradict each other.
     """
     variables = Variables(environ, SLURM, "srun")
-    variables.check_equal("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+    # With --preserve-env the first one is that of the job.
+    variables.check_equal(
+        "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "start the processes with srun without --preserve-env"
+    )
     # A batch script, which has the other variables too, is no step: only srun sets this one.
     nodelist = variables.text("SLURM_STEP_NODELIST", "start the processes with srun")
     rank, world_size, local_rank = place(variables, caller, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))

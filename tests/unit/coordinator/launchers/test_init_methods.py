@@ -203,7 +203,7 @@ def test_a_variable_that_is_missing_or_wrong_is_named_with_who_sets_it(
 @pytest.mark.parametrize(
     ("method", "environ", "words"),
     [
-        ("slurm://", {**SLURM, "SLURM_STEP_NUM_TASKS": "4"}, ["SLURM_NTASKS='8'", "SLURM_STEP_NUM_TASKS='4'", "--preserve-env"]),
+        ("slurm://", {**SLURM, "SLURM_STEP_NUM_TASKS": "4"}, ["NTASKS='8'", "STEP_NUM_TASKS='4'", "--preserve-env"]),
         ("slurm://", {**SLURM, "SLURM_STEP_NUM_NODES": "3"}, ["SLURM_STEP_NUM_NODES=3", "2 nodes"]),
         ("slurm://", {**SLURM, "SLURM_PROCID": "8"}, ["SLURM_PROCID='8'", "0 to 7"]),
         ("slurm://", {**SLURM, "SLURM_STEP_RESV_PORTS": "0-1"}, ["SLURM_STEP_RESV_PORTS='0-1'"]),

@@ -42,7 +42,7 @@ from coordinator.meeting.losses import forget_losses, listen_for_losses, report_
 from coordinator.meeting.offers import take
 from coordinator.meeting.tickets import Ticket
 from coordinator.security import store as secured_store
-from coordinator.security.requirement import check_plaintext
+from coordinator.security.requirement import check_plaintext, has_secret
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import CommError, CommTimeoutError, NativeError, SettingsError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
@@ -206,8 +206,9 @@ def join_rendezvous(
     is_elastic: bool,
     spans_hosts: bool,
 ) -> Rendezvous:
+    """Return the store in which the ranks meet. The arguments and errors are those of `init_world`."""
     parts = urlsplit(init_method)
-    if is_elastic and (settings.secret_file is not None or settings.secret_descriptor is not None):
+    if is_elastic and has_secret(settings):
         raise UsageError(
             "elastic=True needs a store that outlives every rank, and with a secret rank 0 serves the store: "
             "use one of the two"

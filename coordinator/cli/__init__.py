@@ -21,7 +21,12 @@ CHECKED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0 for success, 1 for a failure, 2 for a wrong command line."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "check":
+        _complete_check(parser, options)
+    if options.command == "check" and options.hosts:
+        return _check_hosts(options)
     if options.command == "info":
         from coordinator.cli.info import show_info
 
@@ -94,11 +99,22 @@ def _parser() -> argparse.ArgumentParser:
         ("demo", "start ranks on this host and show the calls of a group, with their times"),
     ):
         command = commands.add_parser(name, help=help_)
-        command.add_argument("-n", "--ranks", type=_ranks, default=2, help="number of ranks (default: 2)")
         command.add_argument(
-            "--timeout", type=_seconds, default=600.0, help="give up after this many seconds (default: 600)"
+            "-n",
+            "--ranks",
+            type=_ranks,
+            default=None if name == "check" else 2,
+            help="number of ranks (default: 2)",
+        )
+        command.add_argument(
+            "--timeout",
+            type=_seconds,
+            default=None if name == "check" else 600.0,
+            help="give up after this many seconds (default: 600"
+            + (", each step of --hosts 10)" * (name == "check") or ")"),
         )
         if name == "check":
+            _add_hosts(command)
             command.add_argument(
                 "--only",
                 action="append",
@@ -130,6 +146,59 @@ def _parser() -> argparse.ArgumentParser:
     rank.add_argument("--only", action="append", default=[])
     rank.add_argument("--hold", type=float, default=0.0)
     return parser
+
+
+def _add_hosts(check: argparse.ArgumentParser) -> None:
+    check.add_argument(
+        "--hosts",
+        action="store_true",
+        help="run it on every rank, with the launcher of the job: say where a start on several hosts stops, and "
+        "measure "
+        "each pair of hosts",
+    )
+    hosts = check.add_argument_group("with --hosts")
+    hosts.add_argument(
+        "--init-method",
+        metavar="URL",
+        help="how the ranks meet: env:// (default), tcp://HOST:PORT, slurm://, mpi://HOST:PORT or lws://",
+    )
+    for name, what in (
+        ("rank", "rank of this process"),
+        ("world-size", "number of processes"),
+        ("local-rank", "index of this process on its host"),
+        ("local-world-size", "number of processes per host, for lws://"),
+    ):
+        hosts.add_argument(
+            f"--{name}", type=_index, metavar="N", help=f"{what}, if the launcher does not say it"
+        )
+    hosts.add_argument("--json", action="store_true", help="print one JSON object; the steps go to stderr")
+
+
+def _complete_check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse options of `check` that contradict each other, and fill in what was not given."""
+    only_hosts = ("init_method", "rank", "world_size", "local_rank", "local_world_size")
+    given = [name for name in only_hosts if getattr(options, name) is not None] + ["json"] * options.json
+    if given and not options.hosts:
+        parser.error(f"check: --{given[0].replace('_', '-')} is for --hosts")
+    if options.hosts and (options.only or options.ranks is not None):
+        parser.error("check: with --hosts the launcher starts the ranks; --ranks and --only are for one host")
+    if options.timeout is None:
+        options.timeout = 10.0 if options.hosts else 600.0
+    if options.ranks is None:
+        options.ranks = 2
+
+
+def _check_hosts(options: argparse.Namespace) -> int:
+    from coordinator.cli.hosts import check_hosts
+    from coordinator.launchers.launch import Caller
+
+    place = {
+        name: -1 if getattr(options, name) is None else getattr(options, name)
+        for name in ("rank", "world_size", "local_rank", "local_world_size")
+    }
+    return check_hosts(
+        options.init_method or "env://", Caller(**place), options.timeout, as_json=options.json
+    )
 
 
 def _add_top_and_dump(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -222,6 +291,12 @@ def _add_blame(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _ranks(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:4]) <= MOST_RANKS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_RANKS}")
+    return int(text)
+
+
+def _index(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 999999999")
     return int(text)
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from shm_broadcast import liveness
+from shm_broadcast.errors import UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, process_state, this_process
 from tests.waiting import wait_until
 
@@ -32,6 +33,31 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
             yield process
         finally:
             process.kill()
+
+
+@pytest.fixture
+def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be on a host without a name, and forget one that the test gives."""
+    monkeypatch.setattr(liveness, "_host_id", [])
+
+
+@pytest.mark.guarantee("G64")
+def test_a_named_host_has_a_boot_id_of_its_own(unnamed: None) -> None:
+    """It has the form of the kernel's, and is equal on all processes that give the host this name."""
+    before = this_process()
+    liveness.name_host(None)
+    assert this_process() == before
+    liveness.name_host("a")
+    liveness.name_host("a")
+    liveness.name_host(None)
+    named = this_process()
+    assert len(named.boot_id) == len(before.boot_id) == 36
+    assert not named.on_same_host(before)
+    assert not named.sees(before)
+    assert msgspec.structs.replace(named, boot_id=before.boot_id) == before
+    with pytest.raises(UsageError, match="host_id is 'b'.*on host 'a'"):
+        liveness.name_host("b")
+    assert this_process() == named
 
 
 def descriptors() -> int:

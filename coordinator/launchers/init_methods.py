@@ -34,7 +34,10 @@ def find_launch(init_method: str, environ: Mapping[str, str], caller: Caller) ->
         UsageError: The method is malformed, a variable that is needed is missing or malformed, or what the launcher and
             the caller say is contradictory.
     """
-    parts = urlsplit(init_method)
+    try:
+        parts = urlsplit(init_method)
+    except ValueError as error:  # brackets that enclose no address of IPv6
+        raise UsageError(f"distributed_init_method is {init_method!r}: {error}") from None
     if parts.scheme not in _SCHEMES:
         if caller.local_world_size != -1:
             raise UsageError(

@@ -258,6 +258,13 @@ def test_a_malformed_method_is_refused_with_the_forms(method: str) -> None:
         )
 
 
+@pytest.mark.parametrize("method", ["mpi://[fd00::1:1", "tcp://[h]:1", "tcp://h]:1"])
+def test_brackets_that_enclose_no_address_are_refused(method: str) -> None:
+    """Also where no launcher is named."""
+    with pytest.raises(UsageError, match="distributed_init_method is"):
+        find_launch(method, {}, Caller())
+
+
 @pytest.mark.parametrize("method", ["slurm://", "mpi://h:1", "env://", "file:///d"])
 def test_a_local_world_size_is_for_pods_only(method: str) -> None:
     """Elsewhere it would be ignored, so it is refused."""

@@ -2,7 +2,7 @@
 
 What is simulated: each rank connects to the store, agrees on the world, takes names, and agrees on the groups of a
 layout. What is not: importing, connecting Gloo and NCCL, compiling kernels. Before that the model is checked: it
-predicts an agreement of threads of one interpreter, which is then run for real.
+predicts an agreement of processes on this machine, which is then run for real.
 
     python -m benchmarks start-simulation [--ranks 1000,2000,5000,10000] [--late-s 0] [--json FILE]
 """
@@ -11,36 +11,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.agreement import SWITCH_S
-from benchmarks.agreement import measure as measure_threads
 from benchmarks.results import write_figures
 from benchmarks.start_simulation import costs
-from benchmarks.start_simulation.costs import Costs
-from benchmarks.start_simulation.model import CONNECTIONS, Network, simulate
+from benchmarks.start_simulation.checking import check
+from benchmarks.start_simulation.model import CONNECTIONS, simulate
 from benchmarks.start_simulation.requests import record
 
-# Two sides of the model's check, and how late the last rank comes: until then all others have connected.
-CHECKED: Final = (100, 400)
-CHECK_LATE_S: Final = 2.0
-
-
-def check(measured: Costs, counts: Sequence[int]) -> list[dict[str, float]]:
-    """Return, for several numbers of threads, what the model says of an agreement and what a run takes."""
-    rows = []
-    loopback = Network(one_way_s=0.0, bytes_per_s=float("inf"))
-    sys.setswitchinterval(SWITCH_S)
-    for ranks in counts:
-        world = dataclasses.replace(record(ranks)[0], behind=[])
-        (said,) = simulate([world], measured, ranks, CHECK_LATE_S, loopback, shares_interpreter=True).over_s
-        took = max(measure_threads(ranks, CHECK_LATE_S))
-        rows.append({"ranks": ranks, "simulated_s": said, "measured_s": took})
-        print(f"{ranks} threads agree: {said:.3f} s simulated, {took:.3f} s measured", flush=True)
-    return rows
+# Numbers of processes that agree for real.
+CHECKED: Final = (50, 200)
 
 
 def main() -> int:
@@ -59,7 +40,11 @@ def main() -> int:
         f"the store: {measured.request_s * 1e6:.1f} us a request, {measured.wake_s * 1e6:.1f} us a rank that waits, "
         f"{measured.connection_s * 1e6:.0f} us a connection, {measured.key_s * 1e6:.2f} us a further key"
     )
-    checked = check(measured, [int(each) for each in options.checked.split(",") if each])
+    checked = []
+    for ranks in (int(each) for each in options.checked.split(",") if each):
+        said, took = check(measured, ranks)
+        checked.append({"ranks": ranks, "simulated_s": said, "measured_s": took})
+        print(f"{ranks} processes here agree: {said:.3f} s simulated, {took:.3f} s measured", flush=True)
     rows = []
     for ranks in map(int, options.ranks.split(",")):
         start = simulate(record(ranks), measured, ranks, options.late_s)

@@ -57,19 +57,19 @@ class _World:
     """All ranks, the server and its link."""
 
     def __init__(
-        self, rounds: Sequence[Round], costs: Costs, network: Network, ranks: int, *, shares_interpreter: bool
+        self, rounds: Sequence[Round], costs: Costs, network: Network, ranks: int, cores: int | None
     ) -> None:
         self._rounds = rounds
         self._costs = costs
         self._network = network
         self._ranks = ranks
-        self._shares_interpreter = shares_interpreter
+        self._core_free_s = None if cores is None else [0.0] * cores
         self._came = [0] * len(rounds)
         self._known_s = [0.0] * len(rounds)
         self._is_over = [False] * len(rounds)
         self._waiting: list[list[tuple[int, Request]]] = [[] for _ in rounds]
         self._round_of = [0] * ranks
-        self._server_free_s = self._link_free_s = self._interpreter_free_s = 0.0
+        self._server_free_s = self._link_free_s = 0.0
         self._busy: list[tuple[float, float]] = []
         self._events: list[tuple[float, int, int, Request | str | None]] = []
         self._number = 0
@@ -126,10 +126,11 @@ class _World:
 
     def _computed_s(self, now_s: float, seconds: float) -> float:
         """Return when a rank that begins now has computed for some seconds."""
-        if not self._shares_interpreter:
+        if self._core_free_s is None:
             return now_s + seconds
-        self._interpreter_free_s = max(self._interpreter_free_s, now_s) + seconds
-        return self._interpreter_free_s
+        end_s = max(heapq.heappop(self._core_free_s), now_s) + seconds
+        heapq.heappush(self._core_free_s, end_s)
+        return end_s
 
     def _serve(self, now_s: float, rank: int, arrived: Request | str) -> None:
         costs = self._costs
@@ -164,8 +165,7 @@ def simulate(
     ranks: int,
     late_s: float,
     network: Network | None = None,
-    *,
-    shares_interpreter: bool = False,
+    cores: int | None = None,
 ) -> Start:
     """Let `ranks` ranks start, the last one `late_s` seconds behind the others, which come at once.
 
@@ -175,9 +175,9 @@ def simulate(
         ranks: Their number.
         late_s: See above.
         network: Default: 50 us one way, 10 Gbit/s.
-        shares_interpreter: Whether all ranks compute one after the other, as threads of one process do.
+        cores: How many of them can compute at the same time; None: each has a processor of its own.
     """
-    world = _World(rounds, costs, network or Network(), ranks, shares_interpreter=shares_interpreter)
+    world = _World(rounds, costs, network or Network(), ranks, cores)
     over_s, busy = world.run([0.0] * (ranks - 1) + [late_s])
     asked = [request for each in rounds for request in (*each.others, *each.told, *each.behind)]
     return Start(tuple(over_s), len(asked), sum(request.received for request in asked), busy)

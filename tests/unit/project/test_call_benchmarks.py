@@ -107,7 +107,7 @@ def test_a_start_is_simulated_with_costs_that_are_measured(tmp_path: Path) -> No
     file = tmp_path / "start.json"
     printed = printed_by("start-simulation", "--ranks", "64,640", "--checked", "8", "--json", str(file))
     found = json.loads(file.read_text())
-    assert "8 threads agree" in printed
+    assert "8 processes here agree" in printed
     assert all(cost > 0 for cost in found["costs"].values())
     few, many = found["simulated"]
     assert few["requests"] == many["requests"]

@@ -47,11 +47,12 @@ def test_the_server_answers_one_after_the_other(costs: Costs, seconds: float) ->
     assert found.busy == 1.0
 
 
-def test_ranks_ask_at_the_same_time_unless_they_share_an_interpreter() -> None:
+def test_ranks_ask_at_the_same_time_if_they_have_processors() -> None:
     """Each asks for two or three things, and computes for a second for each of them."""
     costs = costs_of(asking_s=1.0)
     assert simulate([ONE], costs, 4, 0.0, FREE).over_s == (3.0,)
-    assert simulate([ONE], costs, 4, 0.0, FREE, shares_interpreter=True).over_s == (11.0,)
+    assert simulate([ONE], costs, 4, 0.0, FREE, cores=1).over_s == (11.0,)
+    assert simulate([ONE], costs, 4, 0.0, FREE, cores=2).over_s == (6.0,)
 
 
 def test_time_is_counted_from_the_coming_of_the_last_rank() -> None:

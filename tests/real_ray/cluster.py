@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,16 @@ exec sleep 100000
 class Cluster:
     """Two hosts with a raylet each. Made by `two_hosts`."""
 
-    def __init__(self, directory: Path, cpus: int) -> None:
+    def __init__(self, directory: Path, cpus: int, environ: Mapping[str, str]) -> None:
         """Start the hosts and Ray on them; `close` ends them.
 
         Args:
             directory: For Ray's files; its path is short.
             cpus: How many processors Ray counts on each host: so many idle workers it starts.
+            environ: Further variables of all processes.
         """
         self.directory = directory
+        self._further = dict(environ)
         for name in ("boot-a", "boot-b"):
             (directory / name).write_text(f"{uuid.uuid4()}\n")
         token = directory / "token"
@@ -93,7 +95,7 @@ class Cluster:
             self._first = _only_child(self._hosts.pid)
             head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
             self._start(self._enter(), ADDRESSES[0], cpus, "near", *head)
-            second = ["nsenter", "-t", (directory / "second").read_text().strip(), "-n", "-m", "-u", "-p"]
+            second = ["nsenter", "-t", self.second, "-n", "-m", "-u", "-p"]
             join = f"--address={ADDRESSES[0]}:{PORT}"
             self._start([*self._enter(), *second], ADDRESSES[1], cpus, "far", join)
         except BaseException:
@@ -138,6 +140,7 @@ class Cluster:
             "RAY_AUTH_TOKEN_PATH": str(self.directory / "token"),
             "RAY_TMPDIR": str(self.directory),
             "PYTHONWARNINGS": "ignore",
+            **self._further,
         }
 
     def run(self, module: str, *words: str, timeout_s: float = 240.0) -> Any:
@@ -159,6 +162,11 @@ class Cluster:
         found = [line for line in done.stdout.splitlines() if line.startswith("{")]
         return json.loads(found[-1]) if found else done.stdout
 
+    @property
+    def second(self) -> str:
+        """Return the first process of the second host, as the first host numbers it."""
+        return (self.directory / "second").read_text().strip()
+
     def close(self) -> None:
         """End every process of the cluster and remove its files."""
         if self._hosts.poll() is None:
@@ -176,11 +184,11 @@ def _only_child(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def two_hosts(cpus: int = 1) -> Iterator[Cluster]:
-    """Give the block a cluster."""
+def two_hosts(cpus: int = 1, environ: Mapping[str, str] | None = None) -> Iterator[Cluster]:
+    """Give the block a cluster, whose processes have the further variables `environ`."""
     directory = Path(tempfile.mkdtemp(prefix="ray-", dir=PARENT))
     try:
-        cluster = Cluster(directory, cpus)
+        cluster = Cluster(directory, cpus, environ or {})
         try:
             yield cluster
         finally:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -83,6 +84,22 @@ def kill(victim: str) -> Any:
     found["ranks"] = [
         ray.get(ref, timeout=60) if rank != int(victim) else None for rank, ref in enumerate(refs)
     ]
+    return found
+
+
+def cut(second: str) -> Any:
+    """Cut the cable to the host of process `second`, which closes no connection, while ranks wait for rank 3 there."""
+    seats, actors = seated()
+    meeting = meet(actors, seats, SETTINGS)
+    watch([actor.use.remote() for actor in actors], meeting, timeout_s=60)
+    refs = [actor.wait_for.remote(3, time.monotonic() + 3600.0) for actor in actors]
+    time.sleep(2.0)
+    at = time.monotonic()
+    command = ["nsenter", "-t", second, "-n", "ip", "link", "set", "far", "down"]
+    subprocess.run(command, check=True)
+    found: dict[str, Any] = {"watch": outcome(lambda: watch(refs, meeting, timeout_s=110, grace_s=20))}
+    found["watch_after_s"] = time.monotonic() - at
+    found["ranks"] = [ray.get(ref, timeout=30) for ref in refs[:2]]
     return found
 
 
@@ -180,6 +197,7 @@ def joined(places: list[tuple[list[Seat], list[Any]]]) -> list[Meeting]:
 SCENARIOS: dict[str, Callable[..., Any]] = {
     "world": world,
     "kill": kill,
+    "cut": cut,
     "restart": restart,
     "mistakes": mistakes,
     "many": many,

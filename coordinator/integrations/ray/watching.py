@@ -17,10 +17,10 @@ def watch(
 ) -> list[Any]:
     """Return the result of each rank's call, and tell the other ranks if an actor dies. The driver calls this.
 
-    Ray's agent on each node watches its processes: an actor that is killed is known here within milliseconds, a node
-    that vanishes when Ray's health check has failed (`RAY_health_check_*`, some 10 s by default). The other actors are
-    told by method calls. What waits for the dead rank there raises `PeerLostError` with it, and so do the calls of
-    ranks that wait for those.
+    Ray's agent on each node watches its processes: an actor that is killed is known here within a fraction of a second,
+    a node that vanishes when Ray's health check has failed (`RAY_health_check_*`: a minute by default). The other
+    actors are told by method calls. What waits for the dead rank there raises `PeerLostError` with it, and so do the
+    calls of ranks that wait for those.
 
     Args:
         run_refs: What the actors' methods have returned to the driver, one per rank, by rank.

@@ -11,7 +11,7 @@ from typing import Any, Final
 from coordinator.addresses.names import addresses_of
 from shm_broadcast.errors import UsageError
 
-__all__ = ["allow_descriptors", "listen", "options_of_server"]
+__all__ = ["allow_descriptors", "descriptors_needed", "listen", "options_of_server"]
 
 # Each rank connects once for everything, once to wait in agreements, and once while it connects Gloo.
 _CONNECTIONS_PER_RANK: Final = 3
@@ -41,13 +41,18 @@ def options_of_server(
     }
 
 
+def descriptors_needed(world_size: int) -> int:
+    """Return how many open descriptors a process takes that serves the store of so many ranks."""
+    return _CONNECTIONS_PER_RANK * world_size + _OTHER_DESCRIPTORS
+
+
 def allow_descriptors(world_size: int) -> None:
     """Raise the limit of open descriptors of this process if serving the store of so many ranks needs it.
 
     Raises:
         UsageError: It may not open so many.
     """
-    needed = _CONNECTIONS_PER_RANK * world_size + _OTHER_DESCRIPTORS
+    needed = descriptors_needed(world_size)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return

@@ -25,8 +25,7 @@ def check_hosts(init_method: str, caller: Caller, timeout_s: float, *, as_json: 
         as_json: Whether rank 0, and each rank that stops before the verdict, prints one JSON object on standard output;
             the steps then go to standard error.
     """
-    # The first rank that began to narrate is also the first to stop: keep its lines until it is known who is loud.
-    narrator = Narrator(sys.stderr if as_json else sys.stdout, is_loud=False)
+    narrator = Narrator(sys.stderr if as_json else sys.stdout)
 
     def show(verdict: Verdict) -> None:
         text = msgspec.json.encode(verdict).decode() if as_json else report(verdict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import resource
@@ -16,6 +17,7 @@ import torch
 
 from coordinator.addresses.interfaces import interface_address, routed_address
 from coordinator.addresses.names import Address, addresses_of, is_loopback, refuse_loopback
+from coordinator.bootstrap.serving import allow_descriptors, descriptors_needed
 from coordinator.diagnosis.hosts_check.interfaces import carrier_of, list_interfaces
 from coordinator.diagnosis.hosts_check.launched import Launched
 from coordinator.diagnosis.hosts_check.narration import Narrator, stop
@@ -28,7 +30,6 @@ from shm_broadcast.liveness import this_process
 __all__ = ["Chosen", "choose_address", "collect_facts"]
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - only asked for its size
-# What the status of a rank on an interface without an address of its own says.
 _SHOWN_INTERFACES: Final = 16
 
 
@@ -55,20 +56,17 @@ def collect_facts(
         Stopped: The store's host has no address, none that other hosts reach, or does not answer.
     """
     process = this_process()
-    narrator.say(f"{process.hostname}, boot id {process.boot_id[:8]}, {_system()}")
+    narrator.say(f"{process.hostname}, boot id {process.boot_id[:8]}, {_room(launched)}")
     interfaces = list_interfaces()
-    for interface in interfaces[:_SHOWN_INTERFACES]:
-        addresses = ", ".join(interface.addresses) or "no address"
-        narrator.say(f"interface {interface.name}: {addresses}; MTU {interface.mtu}")
-    if not interfaces:
-        narrator.say("no interface beside loopback is up")
+    _show(interfaces, narrator)
     addresses = _resolve(launched, timeout_s)
     found = ", ".join(dict.fromkeys(each.text for each in addresses))
     if launched.host != found:
         narrator.say(f"the store's name {launched.host} stands for {found}")
     chosen = choose_address(launched, settings, addresses, interfaces)
     carrier = "loopback" if chosen.interface is None else chosen.interface.name
-    narrator.say(f"others would reach this rank at {chosen.address} on {carrier}, {chosen.why}")
+    alone = "; only ranks on this host can" if is_loopback(chosen.address) else ""
+    narrator.say(f"others would reach this rank at {chosen.address} on {carrier}, {chosen.why}{alone}")
     open_files = _check_descriptors(launched)
     connect_ms = None if launched.serves else _reach(launched, addresses, chosen, timeout_s, narrator)
     return RankFacts(
@@ -103,10 +101,27 @@ def _version() -> str:
         return "not installed"
 
 
-def _system() -> str:
+def _room(launched: Launched) -> str:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = "any number of" if hard == resource.RLIM_INFINITY else str(hard)
-    return f"{limit} open descriptors allowed, {_SHM} of {_shm_bytes() >> 20} MiB (NCCL alone needs it)"
+    needs = f" ({descriptors_needed(launched.world_size)} needed for the store)" if launched.serves else ""
+    return (
+        f"{limit} open descriptors allowed{needs}, {_SHM} of {_shm_bytes() >> 20} MiB (NCCL alone needs it)"
+    )
+
+
+def _show(interfaces: tuple[Interface, ...], narrator: Narrator) -> None:
+    """Say which interfaces there are. Containers' ends of cables have link-local addresses alone, and are counted."""
+    shown = 0
+    for interface in interfaces:
+        addresses = [each for each in interface.addresses if not ipaddress.ip_interface(each).is_link_local]
+        if addresses and shown < _SHOWN_INTERFACES:
+            shown += 1
+            narrator.say(f"interface {interface.name}: {', '.join(addresses)}; MTU {interface.mtu}")
+    if shown < len(interfaces):
+        narrator.say(f"interfaces without an address of a network: {len(interfaces) - shown}")
+    if not interfaces:
+        narrator.say("no interface beside loopback is up")
 
 
 def _shm_bytes() -> int:
@@ -189,8 +204,6 @@ def _check_descriptors(launched: Launched) -> int:
     Raises:
         Stopped: Too few for what this rank serves.
     """
-    from coordinator.bootstrap.serving import allow_descriptors
-
     if launched.serves:
         try:
             allow_descriptors(launched.world_size)
@@ -223,10 +236,14 @@ def _advice(failure: LinkFailure, launched: Launched, addresses: list[Address], 
             "options must give the master's address in the network"
         )
     if failure.kind == "refused":
+        listens = (
+            f"; rank 0 listens at what {launched.host} stands for on its own host (`getent ahosts {launched.host}`)"
+            if launched.host != address
+            else ""
+        )
         return (
             f"whether {server} is running ({_output_of(launched)}), on the host that has {address} and with port "
-            f"{port} "
-            f"(`ss -ltn` there); a firewall may also refuse on its behalf"
+            f"{port} (`ss -ltn` there){listens}; a firewall may also refuse on its behalf"
         )
     if failure.kind == "no route":
         carrier = chosen.address if chosen.interface is None else chosen.interface.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -29,7 +29,8 @@ class Gathering:
 
     def __init__(self, store: dist.Store, rank: int, timeout_s: float) -> None:
         """Use a store that all ranks reach, for questions of at most `timeout_s` each."""
-        self._store: dist.Store = dist.PrefixStore(_PREFIX, store)
+        # torch's stubs do not know `append`.
+        self._store: Any = dist.PrefixStore(_PREFIX, store)
         self._rank = rank
         self._timeout_s = timeout_s
 

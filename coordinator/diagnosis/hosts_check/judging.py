@@ -119,35 +119,37 @@ def _row(host: Sequence[RankFacts], names: Mapping[int, str], links: Iterable[Li
 def _absences(gathered: Gathered, hosts: Sequence[Sequence[RankFacts]]) -> Iterator[Finding]:
     missing = [rank for rank in range(gathered.world_size) if rank not in gathered.arrived]
     if missing:
+        yield from _hidden_store(hosts)
         there = "; ".join(f"{host[0].hostname}: {listed(each.rank for each in host)}" for host in hosts)
+        port = "" if len(hosts) > 1 else "; nobody of another host has come, so look at the store's port too"
         yield Finding(
             "error",
             f"{_ranks(missing)} did not come to the store. Those that did: {there}",
-            "the output of the missing ranks, which say at which step they have stopped; without output the "
-            "launcher has "
-            "not started them, or they have not come within --timeout",
+            "the output of the missing ranks, which says at which step they have stopped; without output the launcher "
+            f"has not started them, or not within --timeout{port}",
         )
-        master = next((each for host in hosts for each in host if each.connect_ms is None), None)
-        hidden = [] if master is None else [each for each in master.master_addresses if is_loopback(each)]
-        if master is not None and hidden:
-            yield Finding(
-                "error",
-                f"on {master.hostname}, which serves the store, the master's name stands for {hidden[0]}: no other "
-                "host "
-                "can come there",
-                f"/etc/hosts on {master.hostname}, where some distributions write 127.0.1.1; or use the address in "
-                "the "
-                "network as the master's",
-            )
     silent = sorted(set(gathered.arrived) - set(gathered.facts))
     if silent:
         yield Finding(
             "error",
             f"{_ranks(silent)} came, and what they had to say, one or two KB, did not: small messages pass and "
-            "large "
-            "ones do not, or they have ended",
+            "large ones do not, or they have ended",
             _MTU_ADVICE,
         )
+
+
+def _hidden_store(hosts: Sequence[Sequence[RankFacts]]) -> Iterator[Finding]:
+    """Name the host that serves the store at a loopback address, if there is one."""
+    for facts in (each for host in hosts for each in host if each.connect_ms is None):
+        hidden = [each for each in facts.master_addresses if is_loopback(each)]
+        if hidden:
+            yield Finding(
+                "error",
+                f"{facts.hostname} serves the store at {hidden[0]}, for which the master's name stands there: no "
+                "other host can come",
+                f"/etc/hosts on {facts.hostname}, where some distributions write 127.0.1.1; or use the address in "
+                "the network as the master's",
+            )
 
 
 _MTU_ADVICE: Final = (
@@ -219,9 +221,8 @@ def _broken_links(gathered: Gathered, names: Mapping[int, str]) -> Iterator[Find
         source, target = (_name(rank, names, gathered.facts) for rank in (link.source, link.target))
         other_way = works.get((link.target, link.source))
         back = f"; {target} reaches {source}" if other_way and kind != "large messages" else ""
-        yield Finding(
-            "error", f"{source} does not reach {target}: {link.failure.text}{back}", _advice(link, gathered)
-        )
+        fails = "loses large packets on the way to" if kind == "large messages" else "does not reach"
+        yield Finding("error", f"{source} {fails} {target}: {link.failure.text}{back}", _advice(link, gathered))
 
 
 def _advice(link: Link, gathered: Gathered) -> str:

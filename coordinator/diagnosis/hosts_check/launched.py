@@ -16,7 +16,7 @@ from shm_broadcast.errors import UsageError
 __all__ = ["Launched", "read_launch"]
 
 # Of the variables of launchers, those that say where a rank is.
-_TELLING: Final = (
+_TELLING: Final[tuple[str, ...]] = (
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_STEP_RESV_PORTS"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),

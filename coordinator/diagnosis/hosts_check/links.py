@@ -188,29 +188,33 @@ def _send_large(wire: Wire, pair: Pair, timeout_s: float) -> None:
 def _upload(wire: Wire, seconds: float, timeout_s: float) -> float:
     wire.send(RECORD.pack(_TAKE, seconds), timeout_s)
     wire.send_bulk(seconds, timeout_s)
-    nbytes, took_ns = ENDS.unpack(wire.receive(ENDS.size, timeout_s))
-    return nbytes * 8 / max(took_ns, 1)
+    return _rate(*ENDS.unpack(wire.receive(ENDS.size, timeout_s)))
 
 
 def _download(wire: Wire, seconds: float, timeout_s: float) -> float:
     wire.send(RECORD.pack(_GIVE, seconds), timeout_s)
-    nbytes, took_ns = wire.receive_bulk(seconds + timeout_s, timeout_s)
+    return _rate(*wire.receive_bulk(seconds + timeout_s, timeout_s))
+
+
+def _rate(nbytes: int, took_ns: int) -> float:
+    """Return gigabits per second."""
     return nbytes * 8 / max(took_ns, 1)
 
 
 def _serve(wire: Wire, plan: Plan, timeout_s: float) -> None:
     """Answer until the other end has measured, or gives up: it is the one that reports what went wrong."""
+    waits_s = timeout_s + _SLACK_S  # the other end, which reports, has to give up first
     end = time.monotonic() + plan.bulk_s * 2 + 4 * timeout_s
     try:
         while time.monotonic() < end:
-            kind, seconds = RECORD.unpack(wire.receive(RECORD.size, timeout_s))
+            kind, seconds = RECORD.unpack(wire.receive(RECORD.size, waits_s))
             came_ns = time.time_ns()
             if kind == _PING:
                 wire.send(ENDS.pack(came_ns, time.time_ns()), timeout_s)
             elif kind == _LARGE:
-                wire.send(wire.receive(LARGE, timeout_s), timeout_s)
+                wire.send(wire.receive(LARGE, waits_s), timeout_s)
             elif kind == _TAKE:
-                wire.send(ENDS.pack(*wire.receive_bulk(plan.bulk_s + timeout_s, timeout_s)), timeout_s)
+                wire.send(ENDS.pack(*wire.receive_bulk(plan.bulk_s + waits_s, waits_s)), timeout_s)
             elif kind == _GIVE:
                 wire.send_bulk(min(max(seconds, 0.0), plan.bulk_s), timeout_s)
             else:

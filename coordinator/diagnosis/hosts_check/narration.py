@@ -41,12 +41,12 @@ def stop(text: str, look_at: str) -> Stopped:
 
 
 class Narrator:
-    """Prints the steps of one rank. A quiet one keeps them, and prints them if it stops."""
+    """Prints the steps of one rank. A quiet one prints only where it stops: its host has another one that is loud."""
 
-    def __init__(self, out: TextIO, is_loud: bool = True) -> None:
-        """Print to `out`."""
+    def __init__(self, out: TextIO) -> None:
+        """Print to `out`, as soon as it is known which rank this is."""
         self._out = out
-        self._is_loud = is_loud
+        self._is_loud: bool | None = None
         self._prefix = ""
         self._kept: list[str] = []
         self._step = 0
@@ -59,8 +59,7 @@ class Narrator:
         """Begin each line with the rank and its host from now on, and be loud or quiet."""
         self._prefix = f"[{rank} {hostname}] "
         self._is_loud = is_loud
-        if is_loud:
-            self._flush()
+        self._flush()
 
     @property
     def title(self) -> str:
@@ -78,13 +77,12 @@ class Narrator:
         self._kept += textwrap.wrap(
             text, width, initial_indent=indent, subsequent_indent=indent + "   ", break_long_words=True
         )
-        if self._is_loud:
+        if self._is_loud is not None:
             self._flush()
 
     def fail(self, findings: Sequence[Finding]) -> None:
         """Say why this rank stops at the step that goes on, and what to look at."""
         self._is_loud = True
-        self._flush()
         self.say(f"STOPPED at step {self.title}", indent="")
         for finding in findings:
             self.say(f"{finding.level}: {finding.text}")
@@ -92,6 +90,8 @@ class Narrator:
 
     def _flush(self) -> None:
         lines, self._kept = self._kept, []
+        if not self._is_loud:
+            return
         # One write for all of them: those of other ranks may go to the same terminal.
         self._out.write("".join(f"{self._prefix}{line}\n" for line in lines))
         self._out.flush()

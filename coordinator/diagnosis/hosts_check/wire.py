@@ -123,7 +123,7 @@ class Wire:
         room = memoryview(bytearray(CHUNK))
         self.receive_into(room, timeout_s)
         begin, nbytes = time.perf_counter_ns(), 0
-        while room[:1] == _MORE:
+        while bytes(room[:1]) == _MORE:
             self.receive_into(room, timeout_s)
             nbytes += CHUNK
             if time.perf_counter_ns() - begin > limit_s * 1e9:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from coordinator import group_registry, hosts
+from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.rendezvous import init_world, leave_world
 from coordinator.graph_capture import GraphCaptureContext, context_for
 from coordinator.group import GroupCoordinator
@@ -33,6 +34,7 @@ from coordinator.launchers.init_methods import find_launch
 from coordinator.launchers.launch import Caller
 from coordinator.layout import ParallelLayout
 from coordinator.meeting.tickets import Ticket, checked
+from coordinator.security.requirement import warn_if_unused
 from coordinator.settings import (
     CoordinatorSettings,
     launched_local_rank,
@@ -136,6 +138,7 @@ def init_distributed_environment(
     else:
         _check_same("world_size", world_size, dist.get_world_size())
         _check_same("rank", rank, dist.get_rank())
+        warn_if_unused(settings, world_store(), dist.get_rank())
     try:
         everyone = [list(range(dist.get_world_size()))]
         group = GroupCoordinator(

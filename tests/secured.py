@@ -9,10 +9,11 @@ from coordinator.security.secret import Secret
 from coordinator.security.server import StoreServer
 from coordinator.security.store import SecuredStore
 
-__all__ = ["DEADLINE_S", "HERE", "SECRET", "check_nothing", "joined", "place", "served", "server_of"]
+__all__ = ["DEADLINE_S", "HERE", "SECRET", "VALUE", "check_nothing", "joined", "place", "served", "server_of"]
 
 HERE = "127.0.0.1"
-SECRET = Secret(bytes(range(64)))
+VALUE = bytes(range(64))
+SECRET = Secret(VALUE)
 DEADLINE_S = 60.0
 
 

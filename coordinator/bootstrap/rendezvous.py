@@ -44,7 +44,14 @@ from coordinator.meeting.tickets import Ticket
 from coordinator.security import store as secured_store
 from coordinator.security.requirement import check_plaintext, has_secret
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
-from shm_broadcast.errors import CommError, CommTimeoutError, NativeError, SettingsError, UsageError
+from shm_broadcast.errors import (
+    CapabilityError,
+    CommError,
+    CommTimeoutError,
+    NativeError,
+    SettingsError,
+    UsageError,
+)
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
 
 _WORLD: Final = "group_coordinator/world"
@@ -317,21 +324,23 @@ def _meet_by_environment(
     attempt = dist.PrefixStore(f"{run}{number}", store)
     if not launch.use_agent_store:
         return Rendezvous(attempt, rank, world_size, _leaving(attempt, rank, world_size))
-    met = Rendezvous(attempt, rank, world_size, _nothing, launch.agents > 1)
-    return _behind_hint(met, f"{run}{number}", settings)
+    met = Rendezvous(attempt, rank, world_size, _nothing)
+    return _behind_hint(met, f"{run}{number}", settings, launch.agents > 1)
 
 
-def _behind_hint(met: Rendezvous, run: str, settings: CoordinatorSettings) -> Rendezvous:
+def _behind_hint(
+    met: Rendezvous, run: str, settings: CoordinatorSettings, spans_hosts: bool = False
+) -> Rendezvous:
     """Return the rendezvous in the secured store of a job with a secret, of which `met` only says where it is.
 
-    Without a secret return `met`.
+    Without a secret return `met`. A loopback address of rank 0 is refused if `spans_hosts`.
     """
     rank, world_size = met.rank, met.world_size
     try:
         place = place_of(settings, run, rank, world_size)
         if place is None:
             return met
-        address = "" if rank else own_address(settings.interface, met.store, met.spans_hosts)
+        address = "" if rank else own_address(settings.interface, met.store, spans_hosts)
         store = meet_by_hint(place, met.store, address, settings, _nothing)
     except BaseException:
         met.leave()
@@ -342,7 +351,7 @@ def _behind_hint(met: Rendezvous, run: str, settings: CoordinatorSettings) -> Re
         leave_store()
         met.leave()
 
-    return Rendezvous(store, rank, world_size, leave, met.spans_hosts)
+    return Rendezvous(store, rank, world_size, leave)
 
 
 def _meet_by_ticket(ticket: Ticket, settings: CoordinatorSettings) -> Rendezvous:
@@ -507,7 +516,13 @@ def _connect(
             raise CommTimeoutError(f"{error}{hint}", missing=error.missing) from error
     near.update(views.neighbours)
     check_plaintext(settings, rendezvous.store, views.spans_hosts, "the world")
-    listening = views.listening_address(LOOPBACK)
+    try:
+        listening = views.listening_address(LOOPBACK)
+    except CapabilityError as error:
+        hint = loopback_hint(rendezvous.store, address)
+        if not hint:
+            raise
+        raise UsageError(f"{error}{hint}") from error
 
     def init() -> None:
         # Lazy, because our groups do not use the world's process group: a connected mesh costs 5 to 15 ms at start and

@@ -135,7 +135,6 @@ class StoreServer:
                 os.eventfd_write(self._wake, 1)
                 self._thread.join()
             self._farewell()
-            self._gatekeeper.socket.close(0)
             self._context.term()
             os.close(self._wake)
             self._is_closed = True
@@ -144,9 +143,14 @@ class StoreServer:
         if not self._router.closed:
             for member in self._members.values():
                 self._say(member.route, pack(Kind.END, 0, 0, self.generation))
-            self._router.disable_monitor()
-            self._monitor.close(0)
-            self._router.close(_FAREWELL_MS)
+            self._release(_FAREWELL_MS)
+
+    def _release(self, linger_ms: int) -> None:
+        self._router.disable_monitor()
+        self._monitor.close(0)
+        self._router.close(linger_ms)
+        # Each connection has a pipe to it, and waits for it to close that.
+        self._gatekeeper.socket.close(0)
 
     def _serve(self) -> None:
         try:
@@ -154,7 +158,7 @@ class StoreServer:
         except Exception:
             # Whoever waits for an answer must not hang: all ranks notice that their connection ends.
             logger.exception("the store of this job has failed", extra=self._fields.copy())
-            self._router.close(0)
+            self._release(0)
 
     def _loop(self) -> None:
         poller = zmq.Poller()

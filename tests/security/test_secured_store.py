@@ -213,6 +213,23 @@ def test_the_end_of_rank_0_ends_every_wait(pair: tuple[SecuredStore, SecuredStor
     assert lost == []
 
 
+@pytest.mark.guarantee("K5")
+def test_a_server_that_fails_ends_every_connection(
+    pair: tuple[SecuredStore, SecuredStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says what was wrong, nobody hangs, and the store can be closed."""
+    server: Any = server_of(pair[0])
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(server._table, "ask", fail)
+    for store in (pair[1], pair[0]):
+        with pytest.raises(dist.DistNetworkError, match="connection to rank 0 broke"):
+            store.check(["a"])
+    assert "planted" in caplog.text
+
+
 def test_nothing_is_left_of_a_store(pair: tuple[SecuredStore, SecuredStore]) -> None:
     """Closing, once or twice, ends threads and descriptors on both sides, also where joining failed."""
     before = Snapshot.take()

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import socket
 import threading
@@ -26,6 +27,7 @@ from coordinator.security.store import secured
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommTimeoutError, DecodeError, SettingsError, UsageError
 from tests.harness import RankPool
+from tests.log_records import records_of
 from tests.multiproc.coordinator.test_meeting import exchange
 from tests.ports import free_port, listening_addresses
 from tests.secured import HERE, SECRET, check_nothing, place, served
@@ -68,6 +70,12 @@ def through(rank: int, world_size: int, directory: Path, way: str, port: int) ->
     for _ in range(2):
         init_distributed_environment(world_size, rank, method, backend="gloo", settings=settings)
         gc.collect()  # torch keeps no Python object of a store
+        if way == "tcp":
+            base = secured(world_store())
+            assert base is not None
+            digest = json.loads(base.get("group_coordinator/world/proposal"))["digest"]
+            facts = json.loads(base.get(f"group_coordinator/world/facts/{digest}"))
+            assert facts["store generation"] == base.generation
         found.append(use_and_leave())
     return found
 
@@ -132,6 +140,22 @@ def stateless(rank: int, world_size: int, directory: Path, port: int) -> list[An
 def test_a_stateless_group_with_a_secret_meets_in_its_own_store(ranks2: RankPool) -> None:
     """As a world does, at the address that was passed."""
     assert ranks2.run(stateless, free_port()) == [[[0, 1], True]] * 2
+
+
+def of_torch(rank: int, world_size: int, directory: Path) -> list[str]:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+    with records_of("coordinator.security", logging.WARNING) as records:
+        init_distributed_environment(settings=settings_of(directory, rank))
+    destroy_distributed_environment()
+    dist.destroy_process_group()
+    return [record.getMessage() for record in records]
+
+
+def test_a_world_of_torch_with_a_secret_says_that_it_protects_nothing(ranks2: RankPool) -> None:
+    """Such a world stays as its owner made it, and the log of each rank says what that means."""
+    for said in ranks2.run(of_torch):
+        assert len(said) == 1
+        assert "the secret protects nothing here" in said[0]
 
 
 def by_ticket(rank: int, world_size: int, directory: Path) -> list[Any]:

@@ -4,8 +4,10 @@ import contextlib
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,9 +20,17 @@ from coordinator.security.keys import keys_of_rank, keys_of_store
 from coordinator.security.records import (
     LONGEST_QUESTION,
     NO_GENERATION,
+    Add,
+    Append,
+    Await,
+    Count,
+    Has,
     Kind,
     Put,
+    Read,
     Record,
+    Remove,
+    Swap,
     pack,
     packed,
     question_of,
@@ -28,10 +38,11 @@ from coordinator.security.records import (
 )
 from coordinator.security.secret import Secret
 from coordinator.security.store import SecuredStore
+from coordinator.security.table import Asker, Table
 from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import CommTimeoutError, DecodeError, NativeError, UsageError
 from tests.relay import relay_to
-from tests.secured import HERE, SECRET, joined, served, server_of
+from tests.secured import HERE, SECRET, VALUE, joined, served, server_of
 from tests.waiting import wait_until
 
 STRANGERS = 100
@@ -234,6 +245,39 @@ def test_each_decoder_says_what_is_wrong() -> None:
             question_of(memoryview(body))
 
 
+def test_changed_questions_leave_the_store_usable() -> None:
+    """Each is answered, refused or waits; what a question says is all that it can do."""
+    random, table = Random(7), Table()
+    questions = [
+        packed(each)
+        for each in (
+            Put(["a"], [b"1"]),
+            Read(["a", "b"], 10),
+            Await(["c"], 5),
+            Has(["a"]),
+            Add("n", 1),
+            Swap("s", b"", b"x"),
+            Append("l", b"y"),
+            Remove("a"),
+            Count(),
+        )
+    ]
+    outcomes = Counter[str]()
+    for number in range(3000):
+        changed = bytearray(random.choice(questions))
+        for _ in range(random.randrange(1, 4)):
+            changed[random.randrange(len(changed))] = random.randrange(256)
+        try:
+            due = table.ask(Asker(b"r", number), question_of(memoryview(changed)), float(number))
+            outcomes["answered" if due else "waits"] += 1
+        except (DecodeError, UsageError) as error:
+            outcomes[type(error).__name__] += 1
+    assert min(outcomes[kind] for kind in ("answered", "waits", "DecodeError")) > 20
+    table.expire(1e30)
+    assert table.waiting == 0
+    assert table.ask(Asker(b"r", 0), Swap("fresh", b"", b"1"), 0.0) == [(Asker(b"r", 0), b"1")]
+
+
 # --- what is sent again, and what is changed ------------------------------------------------------------------
 
 
@@ -277,6 +321,8 @@ def test_recorded_bytes_are_refused(decoded: list[str], to: str) -> None:
             rank.set("recorded", "1")
         recorded = bytes(relay.recorded[0])
         assert len(recorded) > 300
+        for held in (VALUE[8:24], keys_of_rank(SECRET, "run", 1).secret(), b"recorded"):
+            assert held not in recorded
         with ExitStack() as stack:
             target = first
             if to == "the next start":

@@ -249,7 +249,7 @@ class Views:
                     f"rank {member} on host {self._hostname(member)} announced a loopback "
                     f"address{self._address(member)}, which rank {other} on host {self._hostname(other)}"
                     f"{self._address(other)} cannot reach; use the master's address on the network that connects the "
-                    "hosts, or set GROUP_COORDINATOR_INTERFACE",
+                    "hosts, not a name to which /etc/hosts there gives 127.0.1.1, or set GROUP_COORDINATOR_INTERFACE",
                     requirement="an address that the other hosts can reach",
                 )
         return self.own.address

@@ -465,8 +465,9 @@ def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None
     return leave
 
 
-def _report_losses(store: dist.Store, near: set[int]) -> None:
-    """Let a secured store report ranks whose connection breaks, except for `near` ones, which no network parts."""
+def _report_losses(store: dist.Store) -> set[int]:
+    """Let a secured store report ranks whose connection breaks, except for those in the result, which are near."""
+    near = set[int]()
 
     def on_lost(rank: int, how: str) -> None:
         if rank not in near:
@@ -475,6 +476,7 @@ def _report_losses(store: dist.Store, near: set[int]) -> None:
     base = secured_store.secured(store)
     if base is not None:
         base.watch(on_lost)
+    return near
 
 
 def _connect(
@@ -495,8 +497,7 @@ def _connect(
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
     world_store = dist.PrefixStore(_WORLD, rendezvous.store)
-    near = set[int]()
-    _report_losses(rendezvous.store, near)
+    near = _report_losses(rendezvous.store)
     try:
         address = own_address(settings.interface, rendezvous.store, rendezvous.spans_hosts)
     except CommError as error:

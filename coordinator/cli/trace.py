@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.diagnosis.blame.recorded import read_run, run_folders
+from coordinator.diagnosis.dump import write_privately
 from coordinator.diagnosis.model import Page
 from coordinator.diagnosis.pages import find_pages, shift_of
 from coordinator.diagnosis.trace import make_trace
@@ -18,7 +19,7 @@ __all__ = ["write_trace"]
 
 
 def write_trace(out: Path, directories: Sequence[Path], pids: Sequence[int]) -> int:
-    """Write a trace; return the exit status.
+    """Write a trace, all of it or nothing, which its user alone may read; return the exit status.
 
     Args:
         out: The file; one whose name ends with `.gz` is compressed.
@@ -41,7 +42,7 @@ def write_trace(out: Path, directories: Sequence[Path], pids: Sequence[int]) -> 
     trace = make_trace(pages, now_ns)
     content = trace.to_json()
     try:
-        out.write_bytes(gzip.compress(content) if out.suffix == ".gz" else content)
+        write_privately(out, gzip.compress(content) if out.suffix == ".gz" else content)
     except OSError as error:
         sys.stderr.write(f"coordinator: error: {out} cannot be written: {error.strerror}\n")
         return 1

@@ -1,6 +1,7 @@
 """A trace of status pages follows the Trace Event Format, and shows each call, wait and last arriver where it was."""
 
 import os
+import stat
 import random
 from pathlib import Path
 from typing import Any
@@ -309,3 +310,17 @@ def test_a_file_that_cannot_be_written_is_an_error(
     finally:
         own.leave()
     assert "out.json cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_trace_belongs_to_its_user_alone(tmp_path: Path) -> None:
+    """Another file of that name is replaced as a whole, and nothing else is left."""
+    out = tmp_path / "out.json"
+    out.write_text("an earlier trace")
+    own = own_page().group("trace:0", 0, [0])
+    try:
+        assert main(["trace", str(out), "--pid", str(os.getpid())]) == 0
+    finally:
+        own.leave()
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    assert json.loads(out.read_bytes())["traceEvents"]
+    assert list(tmp_path.iterdir()) == [out]

@@ -1,8 +1,8 @@
 """A trace of status pages follows the Trace Event Format, and shows each call, wait and last arriver where it was."""
 
 import os
-import stat
 import random
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -322,5 +322,5 @@ def test_a_trace_belongs_to_its_user_alone(tmp_path: Path) -> None:
     finally:
         own.leave()
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
-    assert json.loads(out.read_bytes())["traceEvents"]
+    assert msgspec.json.decode(out.read_bytes())["traceEvents"]
     assert list(tmp_path.iterdir()) == [out]

@@ -11,9 +11,11 @@ from typing import Final
 
 import msgspec
 
+from coordinator.bootstrap.membership import own_address
 from coordinator.bootstrap.rendezvous import Rendezvous, join_rendezvous
 from coordinator.diagnosis.hosts_check.facts import collect_facts
 from coordinator.diagnosis.hosts_check.gathering import Gathering
+from coordinator.diagnosis.hosts_check.interfaces import carrier_of
 from coordinator.diagnosis.hosts_check.judging import Gathered, hosts_of, judge, listed
 from coordinator.diagnosis.hosts_check.launched import Launched, read_launch
 from coordinator.diagnosis.hosts_check.links import Pair, answer, listen, measure
@@ -77,6 +79,7 @@ class Check:
         try:
             gathering = Gathering(rendezvous.store, launched.rank, self._timeout_s)
             try:
+                facts = self._announced(facts, rendezvous, settings)
                 return self._meet(launched, facts, gathering, show)
             except CommError as error:
                 raise stop(
@@ -159,6 +162,22 @@ class Check:
                 else "what listens there: it is not the store of this job, or the secret of this rank is another one"
             )
             raise stop(str(error), look_at) from error
+
+    def _announced(
+        self, facts: RankFacts, rendezvous: Rendezvous, settings: CoordinatorSettings
+    ) -> RankFacts:
+        """Return the facts with the address that groups would announce in this store, by the function that they use."""
+        address = own_address(settings.interface, rendezvous.store, rendezvous.spans_hosts)
+        if address == facts.address:
+            return facts
+        self._narrator.say(f"groups would announce {address}, from which the way to this store begins")
+        carrier = carrier_of(address, facts.interfaces)
+        return msgspec.structs.replace(
+            facts,
+            address=address,
+            interface="lo" if carrier is None else carrier.name,
+            why="because the route to the store in which the ranks meet begins there",
+        )
 
     def _meet(
         self,

@@ -132,8 +132,8 @@ def _absences(gathered: Gathered, hosts: Sequence[Sequence[RankFacts]]) -> Itera
     if silent:
         yield Finding(
             "error",
-            f"{_ranks(silent)} came, and what they had to say, one or two KB, did not: small messages pass and "
-            "large ones do not, or they have ended",
+            f"{_ranks(silent)} came, and then one or two KB from there did not: small messages pass and large ones "
+            "do not, or the process has ended",
             _MTU_ADVICE,
         )
 
@@ -206,9 +206,8 @@ def _spread(holders: Mapping[str, Sequence[int]], facts: Mapping[int, RankFacts]
     """Return who has which value; the value of most comes first."""
     texts = []
     for value, ranks in sorted(holders.items(), key=lambda item: -len(item[1])):
-        hostnames = list(dict.fromkeys(facts[rank].hostname for rank in ranks))
-        where = ", ".join(hostnames[:4]) + (", ..." if len(hostnames) > 4 else "")
-        texts.append(f"{value} on {where} ({_ranks(ranks)})")
+        hostnames = [facts[rank].hostname for rank in ranks]
+        texts.append(f"{value} on {_some(hostnames, 4)} ({_ranks(ranks)})")
     return "; ".join(texts)
 
 
@@ -222,7 +221,9 @@ def _broken_links(gathered: Gathered, names: Mapping[int, str]) -> Iterator[Find
         other_way = works.get((link.target, link.source))
         back = f"; {target} reaches {source}" if other_way and kind != "large messages" else ""
         fails = "loses large packets on the way to" if kind == "large messages" else "does not reach"
-        yield Finding("error", f"{source} {fails} {target}: {link.failure.text}{back}", _advice(link, gathered))
+        yield Finding(
+            "error", f"{source} {fails} {target}: {link.failure.text}{back}", _advice(link, gathered)
+        )
 
 
 def _advice(link: Link, gathered: Gathered) -> str:
@@ -383,27 +384,36 @@ def _clocks(links: Iterable[Link], names: Mapping[int, str]) -> Iterator[Finding
 def _used(gathered: Gathered, hosts: Sequence[Sequence[RankFacts]]) -> Iterator[str]:
     yield f"The ranks meet in the store at {gathered.store}."
     kernels: dict[str, list[RankFacts]] = {}
-    for each in gathered.facts.values():
+    for each in (each for host in hosts for each in host):
         kernels.setdefault(each.boot_id, []).append(each)
-    for same in kernels.values():
-        ranks = sorted(each.rank for each in same)
-        where = ", ".join(dict.fromkeys(each.hostname for each in sorted(same, key=lambda each: each.rank)))
-        if len(ranks) > 1:
-            yield (
-                f"{where}: {_ranks(ranks)} share memory (one kernel); rank {ranks[0]} is the leader, which talks "
-                "to other "
-                "hosts."
-            )
-        else:
-            yield f"{where}: {_ranks(ranks)} is alone there, and so the leader."
+    together = "; ".join(
+        f"{_ranks(each.rank for each in same)} ({_some(each.hostname for each in same)})"
+        for same in kernels.values()
+        if len(same) > 1
+    )
+    if together:
+        yield f"Shared memory between ranks of one kernel: {together}."
+    if len(kernels) < 2:
+        yield "All ranks that came are on one kernel: nothing goes over a network between them."
     if len(hosts) < 2:
-        yield "Nothing goes over a network: all ranks that came are on one host."
         return
+    leaders = [min(each.rank for each in same) for same in kernels.values()]
+    if len(kernels) > 1:
+        yield f"Leaders, which talk to the other hosts for the ranks of theirs: {_ranks(leaders)}."
+    ways: dict[tuple[str, str], list[str]] = {}
     for host in hosts:
-        leader = host[0]
-        yield f"Gloo on {leader.hostname}: interface {leader.interface}, address {leader.address}, {leader.why}."
-    ports = sorted({each.remote_ports or "any free port" for each in gathered.facts.values()})
+        ways.setdefault((host[0].interface, host[0].why), []).append(f"{host[0].hostname} {host[0].address}")
+    for (interface, why), places in ways.items():
+        yield f"Gloo on interface {interface}, {why}: {_some(places)}."
+    ports = sorted({each.remote_ports or "on any free port" for each in gathered.facts.values()})
     yield f"Queues between hosts: encrypted TCP at the same addresses, {', '.join(ports)}."
+
+
+def _some(names: Iterable[str], most: int = 8) -> str:
+    """Return different names, and how many there are beyond the first `most`."""
+    different = list(dict.fromkeys(names))
+    rest = len(different) - most
+    return ", ".join(different[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _ranks(ranks: Iterable[int]) -> str:

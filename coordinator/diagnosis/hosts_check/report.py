@@ -17,6 +17,8 @@ _MOST_IN_TABLE: Final = 12
 """With more hosts a table would be wider than the page; the slowest ways stand in its place."""
 _WORST: Final = 10
 _CELL: Final = 8
+_MARK: Final = 5
+"""Columns of a number behind a name."""
 
 
 def report(verdict: Verdict) -> str:
@@ -53,17 +55,18 @@ def _findings(verdict: Verdict) -> Iterator[str]:
 
 
 def _hosts(rows: Sequence[HostRow]) -> Iterator[str]:
-    cells = [("name", "ranks", "interface", "address", "MTU", "connects to the store", "clock")]
+    cells = [("name", "ranks", "interface", "address", "MTU", "store", "clock")]
     for row in rows:
-        connects = "is served there" if row.connect_ms is None else f"in {row.connect_ms:.2f} ms"
+        store = "serves it" if row.connect_ms is None else f"{row.connect_ms:.2f} ms"
         mtu = "" if row.mtu is None else str(row.mtu)
-        cells.append(
-            (row.name[:40], listed(row.ranks), row.interface, row.address, mtu, connects, _clock(row))
-        )
+        cells.append((row.name, listed(row.ranks), row.interface, row.address, mtu, store, _clock(row)))
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    # What is long is cut: names first, then lists of ranks.
+    for column in (0, 1):
+        room = WIDTH - 3 - 2 * len(widths) - sum(widths) + widths[column]
+        widths[column] = min(widths[column], max(room, 8))
     for line in cells:
-        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        yield f"   {text}"[:WIDTH]
+        yield "   " + "  ".join(cell[:width].ljust(width) for cell, width in zip(line, widths, strict=True))
 
 
 def _clock(row: HostRow) -> str:
@@ -111,17 +114,17 @@ def _cell(
 
 
 def _table(hosts: Sequence[HostRow], cell: Callable[[tuple[int, int]], str]) -> Iterator[str]:
-    label = min(max(len(host.name) for host in hosts), WIDTH - 3 - 3 - _CELL * len(hosts))
+    label = min(max(len(host.name) for host in hosts), WIDTH - 3 - _MARK - _CELL * len(hosts))
     # Columns have numbers where names would not fit.
     are_short = all(len(host.name) < _CELL for host in hosts)
     heads = [host.name if are_short else f"({number})" for number, host in enumerate(hosts)]
-    yield "   " + " " * (label + 3) + "".join(head.rjust(_CELL) for head in heads)
+    yield "   " + " " * (label + _MARK) + "".join(head.rjust(_CELL) for head in heads)
     for number, host in enumerate(hosts):
-        mark = "   " if are_short else f"({number})".rjust(3)[:4]
+        mark = "" if are_short else f" ({number})"
         row = "".join(
             ("-" if other is host else cell((host.leader, other.leader))).rjust(_CELL) for other in hosts
         )
-        yield f"   {host.name[:label].ljust(label)}{mark.rjust(3)}{row}"
+        yield f"   {host.name[:label].ljust(label)}{mark.ljust(_MARK)}{row}"
 
 
 def _worst(

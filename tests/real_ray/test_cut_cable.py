@@ -17,7 +17,7 @@ HEALTH = {
 
 @pytest.mark.guarantee("M8")
 def test_ranks_of_a_node_that_vanishes_are_named() -> None:
-    """The ranks of the other node name both, long before their deadline of two minutes."""
+    """The ranks of the other node name both, long before their deadline of two minutes, and so does the driver."""
     # A cluster of its own, since it is broken afterwards. This module's name sorts before the one with the shared one,
     # and that one is made by its first test: there is one cluster at a time.
     with two_hosts(environ=HEALTH) as cluster:
@@ -27,4 +27,4 @@ def test_ranks_of_a_node_that_vanishes_are_named() -> None:
     for told in found["ranks"]:
         assert told["kind"] == "PeerLostError"
         assert told["peers"] == [2, 3]
-        assert "Ray has lost its actor on node 10.78.0.2" in told["text"]
+        assert "on host ray-b, dead" in told["text"]

@@ -319,6 +319,8 @@ def test_recorded_bytes_are_refused(decoded: list[str], to: str) -> None:
     with served() as first, relay_to(first.port) as relay:
         with joined(relay.port, 1) as (rank,):
             rank.set("recorded", "1")
+        server: Any = server_of(first)
+        wait_until(lambda: 1 not in server._members, "the rank's BYE at the server")
         recorded = bytes(relay.recorded[0])
         assert len(recorded) > 300
         for held in (VALUE[8:24], keys_of_rank(SECRET, "run", 1).secret(), b"recorded"):

@@ -8,6 +8,7 @@ their state is "unknown".
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import os
@@ -15,7 +16,7 @@ import select
 import socket
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
@@ -30,6 +31,8 @@ PeerState = Literal["alive", "stopped", "dead", "unknown"]
 # Indices into the fields of /proc/PID/stat that follow the command name, see proc_pid_stat(5). They start with field 3,
 # the state; the start time is field 22.
 _STATE: Final = 0
+# How kernels refuse a pidfd of a thread that is not the first of its process: since Linux 6.9, and before.
+_NO_PROCESS: Final = (errno.ENOENT, errno.EINVAL)
 _START_TIME: Final = 22 - 3
 
 
@@ -176,6 +179,8 @@ def open_pidfd(pid: int) -> int:
     except ProcessLookupError:
         raise
     except OSError as error:
+        if error.errno in _NO_PROCESS:
+            raise ProcessLookupError(error.errno, "a thread of another process has this number") from error
         raise refusal(
             "pidfd_open", "tells when a process ends", error, "Linux 5.3, a free file descriptor"
         ) from error
@@ -209,6 +214,7 @@ class PeerWatch:
         self._descriptors: dict[int, int] = {}
         self._lost: set[int] = set()
         self._reports: dict[int, str] = {}
+        self._looks: list[Callable[[], None]] = []
         # A signal handler may run while this thread holds it, and look or close too.
         self._lock = threading.RLock()
         try:
@@ -243,12 +249,27 @@ class PeerWatch:
 
     def report(self, rank: int, how: str) -> None:
         """Count `rank` as ended, because somebody who sees its process says so; `how` says who, for errors."""
+        self.report_all({rank: how})
+
+    def report_all(self, how: Mapping[int, str]) -> None:
+        """Count the ranks in `how` as ended, as `report` does: nobody sees some of them as lost without the others."""
         with self._lock:
-            self._reports.setdefault(rank, how)
-            self._lost.add(rank)
+            self._reports = {**how, **self._reports}
+            self._lost |= how.keys()
+
+    def look_with(self, look: Callable[[], None]) -> None:
+        """Call `look`, which must not block and may `report`, whenever somebody asks who is lost."""
+        with self._lock:
+            self._looks.append(look)
+
+    def reported(self, rank: int) -> str | None:
+        """Return how the end of `rank` was reported, or None if it was not."""
+        return self._reports.get(rank)
 
     def lost(self) -> tuple[int, ...]:
         """Return the global ranks whose process has ended, ascending. Does not block."""
+        for look in self._looks:
+            look()
         with self._lock:
             if self._descriptors:
                 poller = select.poll()
@@ -286,10 +307,11 @@ class PeerWatch:
     def twin_hosts(self, ranks: Iterable[int]) -> tuple[str, ...]:
         """Return the names of other hosts than this one that `ranks` are on although their boot id is that of this one.
 
-        They are containers of this host, or clones of one machine.
+        They are containers of this host, or clones of one machine. Ranks of which somebody has reported the end are
+        left out: that does not come from comparing processes.
         """
         own = self._own
-        peers = [self._peers[rank] for rank in ranks if rank in self._peers]
+        peers = [self._peers[rank] for rank in ranks if rank in self._peers and rank not in self._reports]
         names = {peer.hostname for peer in peers if own.on_same_host(peer)}
         return tuple(sorted(names - {own.hostname}))
 
@@ -324,6 +346,7 @@ class PeerWatch:
     def close(self) -> None:
         """Close the pidfds. Idempotent."""
         with self._lock:
+            self._looks = []
             for rank in list(self._descriptors):
                 # Nothing is called before the end: a handler finds the descriptor here and open, or neither.
                 if rank in self._descriptors:

@@ -70,13 +70,20 @@ def torch_error(text: str, function: str) -> NativeError:
     return NativeError(text, library=f"torch {torch.__version__}", function=function)
 
 
-def ask_store(question: Callable[[], Result], where: str, timeout_s: float) -> Result:
+def no_check() -> None:
+    """Raise nothing, where nothing is known that could end a wait."""
+
+
+def ask_store(
+    question: Callable[[], Result], where: str, timeout_s: float, check: Callable[[], None] = no_check
+) -> Result:
     """Query a store whose serving process may be stopped or gone.
 
     Args:
         question: The query.
         where: Prefix of an error's text.
         timeout_s: How long to wait for the answer, in seconds.
+        check: Called about ten times a second; what it raises ends the wait.
 
     Raises:
         CommTimeoutError: The store did not answer.
@@ -84,12 +91,13 @@ def ask_store(question: Callable[[], Result], where: str, timeout_s: float) -> R
     """
     end = time.monotonic() + timeout_s
 
-    def check() -> None:
+    def check_all() -> None:
+        check()
         if time.monotonic() >= end:
             raise CommTimeoutError(f"{where}: the world's store did not answer within {timeout_s:.1f} s")
 
     try:
-        return run_interruptibly(question, "store", check)
+        return run_interruptibly(question, "store", check_all)
     except RuntimeError as error:
         raise torch_error(f"{where}: lost the connection to the world's store: {error}", "Store") from error
 

@@ -17,10 +17,12 @@ from coordinator.bootstrap.agreement.agreeing import LINGER_S, agree, decline
 from coordinator.bootstrap.agreement.views import View, Views
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
-from coordinator.bootstrap.membership import own_address
+from coordinator.bootstrap.membership import own_address, serves_store
 from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.world import World
+from coordinator.heartbeats.joining import join_heartbeats
+from coordinator.host.process_groups import LOOPBACK
 from coordinator.meeting.losses import listen_for_losses
 from coordinator.security.requirement import check_plaintext
 from coordinator.security.store import generation_facts
@@ -32,7 +34,7 @@ from shm_broadcast.errors import CapabilityError, CommError, UsageError
 from shm_broadcast.liveness import PeerWatch, name_host, this_process
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 # The name of the call, for the texts of the other ranks' errors.
 _WHAT: Final = "creating groups"
@@ -79,9 +81,8 @@ def create_parts(
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
         **facts,
     }
-    everyone = sorted({rank for plan in plans for rank in plan.membership.everyone}) or list(
-        range(world.size)
-    )
+    named = {rank for plan in plans for rank in plan.membership.everyone}
+    everyone = sorted(named or range(world.size))
     stores = [dist.PrefixStore(f"group_coordinator/{plan.name}", store) for plan in plans]
     builders, unbuilt, agreed = list[GroupBuilder](), list[WorldStatusStore](), threading.Event()
     to_call = [on_agreed or _nothing]
@@ -92,22 +93,24 @@ def create_parts(
             address = own_address(settings.interface, store)
             own = View(every_fact, this_process(), address, shared_memory.host_id(), offers)
             started = time.perf_counter()
-            views = _agree(world, prefix, what, everyone, own, settings.create_timeout_s, agreed)
+            views = _agree(world, prefix, what, everyone, own, settings, agreed)
             _call(to_call)
             check_plaintext(settings, store, views.spans_hosts, what)
             agreement_s = time.perf_counter() - started
             for plan, region, own_store in zip(plans, regions, stores, strict=True):
-                builder = GroupBuilder(
-                    plan,
-                    region,
-                    views.of(plan.membership.ranks),
-                    world=world,
-                    store=own_store,
-                    device=device,
-                    backend=backend,
-                    settings=settings,
+                builders.append(
+                    GroupBuilder(
+                        plan,
+                        region,
+                        views.of(plan.membership.ranks),
+                        world=world,
+                        store=own_store,
+                        device=device,
+                        backend=backend,
+                        settings=settings,
+                    )
                 )
-                builders.append(builder)
+            _join_heartbeats(builders, world, prefix, what, settings)
             _share(builders)
             how = use_device_communicator, agreement_s, tuple(plan.name for plan in plans)
             return [builder.connect(*how) for builder in builders]
@@ -126,7 +129,7 @@ def _agree(
     what: str,
     ranks: Sequence[int],
     own: View,
-    timeout_s: float,
+    settings: CoordinatorSettings,
     agreed: threading.Event,
 ) -> Views:
     """Exchange views with `ranks`, below `prefix` in the store, over a connection of its own."""
@@ -136,8 +139,49 @@ def _agree(
     with closing(PeerWatch(own.process, world.processes_of(set(ranks) - {world.rank}))) as watch:
         if world.is_torch:
             listen_for_losses(watch, ranks)
-        scoped = dist.PrefixStore(prefix, store)
-        return agree(scoped, what, world.rank, ranks, own, timeout_s, watch, agreed, connect)
+        heartbeats = world.heartbeats(settings.remote.lost_after_s)
+        heartbeats.listen(watch, ranks)
+        scoped, timeout_s = dist.PrefixStore(prefix, store), settings.create_timeout_s
+        return agree(
+            scoped,
+            what,
+            world.rank,
+            ranks,
+            own,
+            timeout_s,
+            watch,
+            agreed,
+            connect,
+            check_store=heartbeats.check_store,
+        )
+
+
+def _join_heartbeats(
+    builders: Sequence[GroupBuilder], world: World, prefix: str, what: str, settings: CoordinatorSettings
+) -> None:
+    """Open the links to other hosts that the groups need. Collective over those of their ranks that are partners."""
+    needing = [builder for builder in builders if builder.partners]
+    if not needing:
+        return
+    for builder in needing:
+        builder.refuse_clones()
+
+    def check() -> None:
+        for builder in builders:
+            builder.check_others()
+
+    with world.spare_connection().lent(world.store, prefix) as store:
+        join_heartbeats(
+            world.heartbeats(settings.remote.lost_after_s),
+            world.rank,
+            sorted({partner for builder in needing for partner in builder.partners}),
+            store,
+            needing[0].members.listening_address(LOOPBACK),
+            serves_store=serves_store(world.store),
+            check=check,
+            where=f"creating {what} (rank {world.rank})",
+            timeout_s=settings.create_timeout_s,
+        )
 
 
 def _begin(world: World, settings: CoordinatorSettings, scoped: dist.Store, what: str) -> None:

@@ -15,11 +15,18 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.agreement.agreeing import LINGER_S
 from coordinator.bootstrap.agreement.views import Views
-from coordinator.bootstrap.blocking_calls import connect_watched, refuse_clones
+from coordinator.bootstrap.blocking_calls import (
+    clone_hint,
+    connect_watched,
+    no_check,
+    raise_if_lost,
+    refuse_clones,
+)
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
 from coordinator.bootstrap.status_store import GroupStatusStore, WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport
 from coordinator.bootstrap.world import World
+from coordinator.heartbeats.partners import partners_of
 from coordinator.host.gloo import GlooHostPlane
 from coordinator.host.plane import HostPlane, SoloHostPlane
 from coordinator.host.process_groups import LOOPBACK, GlooBackend, abort_gloo
@@ -65,10 +72,16 @@ def prepare_region(
     return region
 
 
-def status_store(plan: GroupPlan, store: dist.Store) -> WorldStatusStore:
-    """Return the status store of a group whose ranks have no board yet; `store` is used by this group only."""
+def status_store(
+    plan: GroupPlan, store: dist.Store, check: Callable[[], None] = no_check
+) -> WorldStatusStore:
+    """Return the status store of a group whose ranks have no board yet; `store` is used by this group only.
+
+    `check` raises `NativeError` once the host of the store is lost.
+    """
     ranks = plan.membership.ranks
-    return WorldStatusStore(dist.PrefixStore(f"status_store/{ranks[0]}", store), plan.membership.rank, ranks)
+    scoped = dist.PrefixStore(f"status_store/{ranks[0]}", store)
+    return WorldStatusStore(scoped, plan.membership.rank, ranks, check)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -85,6 +98,7 @@ class GroupBuilder:
         backend: torch backend of the process groups for device tensors.
         settings: Settings of the group.
         health: The state that all parts of the group share.
+        partners: The ranks on other hosts to which this rank needs links, each with all ranks of its host.
     """
 
     plan: GroupPlan
@@ -96,6 +110,7 @@ class GroupBuilder:
     backend: str
     settings: CoordinatorSettings
     health: GroupHealth = dataclasses.field(init=False)
+    partners: dict[int, tuple[int, ...]] = dataclasses.field(init=False)
     _made: ExitStack = dataclasses.field(default_factory=ExitStack)
     _shared: shared_memory.SharedMemory | None = None
 
@@ -108,9 +123,23 @@ class GroupBuilder:
         self._watch = self.members.watch()
         if self.world.is_torch:
             listen_for_losses(self._watch, ranks)
-        self._world_status_store = status_store(self.plan, self.store)
+        heartbeats = self.world.heartbeats(self.settings.remote.lost_after_s)
+        check = heartbeats.check_store
+        self._world_status_store = status_store(self.plan, self.store, check)
         self._status_store = GroupStatusStore(self._world_status_store)
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
+        self.partners = partners_of(rank, self.members.hosts)
+        heartbeats.use(self.partners)
+        self._made.callback(heartbeats.release, self.partners)
+        for together in self.partners.values():
+            heartbeats.learn(together)
+        if self.partners:
+            heartbeats.listen(self._watch, ranks)
+
+    def check_others(self) -> None:
+        """Raise if a rank of the group has ended, or has published why it fails."""
+        raise_if_lost(self._watch, self.health.where("connect"))
+        self.health.check_record(Operation("host", "connect", 0))
 
     def refuse_clones(self) -> None:
         """Raise `PeerLostError` if the host of another rank seems to be a clone of this one."""
@@ -127,6 +156,8 @@ class GroupBuilder:
                 self._shared = self.region.map(self.health, offers[number], timeout_s)
             except (PeerLostError, CommTimeoutError) as error:
                 raise self._explained(error, first, timeout_s) from error
+            except CapabilityError as error:
+                raise self._hinted(error) from error
             self._made.callback(self._shared.close)
             self._status_store.attach(self._shared.board)
 
@@ -162,7 +193,19 @@ class GroupBuilder:
         """Return `error`, or what the rank raises that cannot map its memory, if that is the reason."""
         failure_record = self.health.failure_record
         if failure_record is not None and failure_record.kind == "failed":
-            return CapabilityError(failure_record.detail, requirement="shared memory")
+            return self._hinted(CapabilityError(failure_record.detail, requirement="shared memory"))
+        return self._hinted(error)
+
+    def _hinted(self, error: CommError) -> CommError:
+        """Return `error`, and say how hosts that may be clones of one machine can start, if there are any.
+
+        A process on this host may have the number of a rank on its clone, which then seems to live here.
+        """
+        hint = clone_hint(self._watch, self._watch.peers)
+        if hint and isinstance(error, PeerLostError):
+            return PeerLostError(f"{error}{hint}", peers=error.peers)
+        if hint and isinstance(error, CapabilityError):
+            return CapabilityError(f"{error}{hint}", requirement=error.requirement)
         return error
 
     def connect(
@@ -194,9 +237,15 @@ class GroupBuilder:
             report=report.plus(agreement=agreement_s, **self.plan.clock.seconds),
             host_ids=self._host_ids,
             world=self.world,
-            after=[] if self.world.is_torch else [self._status_store.release],
+            after=self._after(),
             processes=self.members.processes,
         )
+
+    def _after(self) -> list[Callable[[], None]]:
+        """Return what to call when everything else of the group is released."""
+        heartbeats = self.world.heartbeats(self.settings.remote.lost_after_s)
+        release = partial(heartbeats.release, self.partners)
+        return [release] if self.world.is_torch else [release, self._status_store.release]
 
     def _planes(self, use_device_communicator: bool) -> tuple[HostPlane, DeviceCommunicator]:
         """Choose the group's planes, and connect them."""

@@ -12,7 +12,7 @@ from coordinator.addresses.interfaces import interface_address, routed_address
 from coordinator.addresses.names import addresses_of, is_loopback, is_numeric, refuse_loopback
 from coordinator.host.process_groups import LOOPBACK
 from coordinator.security.store import SecuredStore
-from shm_broadcast.errors import NativeError, UsageError
+from shm_broadcast.errors import CapabilityError, NativeError, UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,3 +144,17 @@ def loopback_hint(store: dist.Store, address: str) -> str:
         f". On this host, {socket.gethostname()}, {store.host} stands for a loopback address, at which ranks on other "
         "hosts cannot reach the master: look into /etc/hosts"
     )
+
+
+def serves_store(store: dist.Store) -> bool:
+    """Return whether the host at which `store` is served, over TCP, is this one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore | SecuredStore):
+        return False
+    try:
+        server = addresses_of(store.host, store.port or 1)
+        # The kernel reaches an address of its own from that address.
+        return routed_address(store.host, server) in {address.text for address in server}
+    except (OSError, CapabilityError):  # no name or no route any more: then it is elsewhere
+        return False

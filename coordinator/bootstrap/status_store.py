@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.bootstrap.blocking_calls import ask_store, no_check
 from coordinator.bootstrap.connections import connection_of_its_own
 from device_comm.health import Arrival, FailureRecord, StatusStore
 from shm_broadcast.errors import CommTimeoutError, NativeError
@@ -34,9 +34,12 @@ class WorldStatusStore:
         rank: This process's global rank.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
-        """Use `store`, whose keys belong to this group only."""
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: Sequence[int], check: Callable[[], None] = no_check
+    ) -> None:
+        """Use `store`, whose keys belong to this group only, until `check` raises `NativeError`: its host is lost."""
         self._store = store
+        self._check = check
         self.rank: int = rank
         self._others = [other for other in ranks if other != rank]
         self._reachable = True
@@ -51,7 +54,8 @@ class WorldStatusStore:
         if not self._reachable:
             return otherwise
         try:
-            return ask_store(question, "status store", within_s)
+            self._check()
+            return ask_store(question, "status store", within_s, self._check)
         except CommTimeoutError:
             if within_s >= ANSWER_S:
                 self._reachable = False

@@ -19,6 +19,7 @@ from coordinator.bootstrap.rendezvous import (
     may_outlive_ranks,
     world_processes,
 )
+from coordinator.heartbeats.watching import Heartbeats
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import ClosedError, UsageError
 from shm_broadcast.liveness import ProcessIdentity, name_host
@@ -79,6 +80,7 @@ class World:
         self._processes = processes or {}
         self._line = line
         self._spare = SpareConnection()
+        self._heartbeats: dict[float, Heartbeats] = {}
         own_page().set_rank(rank, size)
         self.is_torch: bool = leave is None
 
@@ -143,6 +145,14 @@ class World:
         world = dist.group.WORLD
         return self._spare if not self.is_torch or world is None else _spare_of(world)
 
+    def heartbeats(self, lost_after_s: float) -> Heartbeats:
+        """Return the links to other hosts with this setting; a torch world has them once for all objects like this."""
+        world = dist.group.WORLD
+        by_setting = (
+            self._heartbeats if not self.is_torch or world is None else _heartbeats.setdefault(world, {})
+        )
+        return by_setting.setdefault(lost_after_s, Heartbeats(lost_after_s))
+
     def show(self) -> None:
         """Show this process's rank in the status page, once the epoch of this world has begun."""
         own_page().change_rank(self.rank, self.size)
@@ -180,6 +190,7 @@ class World:
 
 # By torch's world, which it must not outlive: it connects to the store of that world.
 _spares: Final = weakref.WeakKeyDictionary[dist.ProcessGroup, SpareConnection]()
+_heartbeats: Final = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, Heartbeats]]()
 
 
 def _spare_of(world: dist.ProcessGroup) -> SpareConnection:

@@ -31,6 +31,7 @@ from coordinator.bootstrap.agreement.views import Places, View, Views
 from coordinator.bootstrap.blocking_calls import (
     ask_store,
     clone_hint,
+    no_check,
     pause_after,
     raise_if_lost,
     run_interruptibly,
@@ -77,6 +78,7 @@ def agree(
     agreed: threading.Event | None = None,
     connect: Callable[[], AbstractContextManager[dist.Store]] | None = None,
     reported: PeerWatch | None = None,
+    check_store: Callable[[], None] = no_check,
 ) -> Views:
     """Exchange views with all of `ranks`.
 
@@ -93,6 +95,7 @@ def agree(
         agreed: Set once this rank knows that all have agreed, also if it is interrupted then: the others go on.
         connect: Lends a connection to `store` that no other thread uses; None opens one.
         reported: Who else knows of ranks that are lost, if `watch` is None.
+        check_store: Raises `NativeError` once the host of the store is lost.
 
     Returns:
         What this rank knows of the others, without the facts, which are equal.
@@ -108,7 +111,17 @@ def agree(
     view = msgspec.structs.replace(view, nonce=secrets.token_hex(8))
     connect = connect or partial(SpareConnection().lent, store)
     agreement = _Agreement(
-        store, connect, where, rank, ranks, view, timeout_s, watch, agreed or threading.Event(), reported
+        store,
+        connect,
+        where,
+        rank,
+        ranks,
+        view,
+        timeout_s,
+        watch,
+        agreed or threading.Event(),
+        reported,
+        check_store,
     )
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
@@ -173,6 +186,7 @@ class _Agreement:
     _watch: PeerWatch | None
     _agreed: threading.Event
     _reported: PeerWatch | None
+    _check_store: Callable[[], None]
     # Whether the others may have seen this rank.
     _has_joined: bool = False
     _started: float = dataclasses.field(default_factory=time.monotonic)
@@ -239,9 +253,8 @@ class _Agreement:
         try:
             self.raise_if_lost()
         except PeerLostError as error:
-            lost = error.peers[0]
-            reason = f"has ended{clone_hint(self._watched, (lost,))}"
-            self._tell(lambda came: outcomes.Left(came, lost, reason), ANSWER_S)
+            lost = list(error.peers)
+            self._tell(lambda came: outcomes.Left(came, lost, self._end_of(lost)), ANSWER_S)
             raise
         waited_s = time.monotonic() - self._started
         if waited_s >= self._hung_after_s:
@@ -253,7 +266,7 @@ class _Agreement:
             return
         self._next_look_s = waited_s + LOOK_EVERY_S
         try:
-            ask_store(self._give_up if is_late else self._look, self._where, ANSWER_S)
+            ask_store(self._give_up if is_late else self._look, self._where, ANSWER_S, self.raise_if_lost)
         except CommTimeoutError:
             if time.monotonic() - self._started >= self._timeout_s:
                 raise self._unanswered() from None
@@ -264,13 +277,19 @@ class _Agreement:
         If all have agreed before, nothing is told: they wait for this rank in their groups.
         """
         reason = f"was interrupted ({type(error).__name__}) and has left"
-        self._tell(lambda came: outcomes.Left(came, self._rank, reason), LEAVE_S)
+        self._tell(lambda came: outcomes.Left(came, [self._rank], reason), LEAVE_S)
 
     def raise_if_lost(self) -> None:
         """Raise `PeerLostError` if a rank that is known to have come is dead."""
         raise_if_lost(self._watched, self._where)
         if self._reported is not None:
             raise_if_lost(self._reported, self._where)
+
+    def _end_of(self, lost: Sequence[int]) -> str:
+        """Return what has happened to `lost` ranks, as the end of a sentence."""
+        if (how := self._watched.reported(lost[0])) is not None:
+            return f"{'are' if len(lost) > 1 else 'is'} lost: {how}"
+        return f"{'have' if len(lost) > 1 else 'has'} ended{clone_hint(self._watched, lost)}"
 
     @property
     def _watched(self) -> PeerWatch:
@@ -378,7 +397,8 @@ class _Agreement:
 
         # A store that does not answer, or that holds no outcome of ours, tells the others nothing. They notice that.
         with suppress(CommTimeoutError, NativeError, msgspec.MsgspecError):
-            ask_store(tell, self._where, within_s)
+            self._check_store()
+            ask_store(tell, self._where, within_s, self._check_store)
 
     def _told(self, store: dist.Store, failure: Failure) -> CommError:
         """Return the error for `failure` after the others have read it too: this rank may be serving the store."""

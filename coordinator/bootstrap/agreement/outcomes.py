@@ -82,21 +82,23 @@ class Dissent(msgspec.Struct, frozen=True, tag="dissent"):
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
-    """A rank was interrupted, or its process has ended.
+    """A rank was interrupted, or processes have ended.
 
     Attributes:
         came: As of `Dissent`.
-        rank: The rank.
-        reason: What happened to it, as the end of a sentence: `was interrupted (KeyboardInterrupt) and has left`.
+        ranks: The ranks, ascending.
+        reason: What happened to them, as the end of a sentence: `was interrupted (KeyboardInterrupt) and has left`.
     """
 
     came: int
-    rank: int
+    ranks: list[int]
     reason: str
 
     def error(self, where: str, timeout_s: float) -> CommError:
-        """Return an error that names the rank."""
-        return PeerLostError(f"{where}: rank {self.rank} {self.reason}", peers=(self.rank,))
+        """Return an error that names the ranks."""
+        listed = ", ".join(str(rank) for rank in self.ranks)
+        noun = "rank" if len(self.ranks) == 1 else "ranks"
+        return PeerLostError(f"{where}: {noun} {listed} {self.reason}", peers=self.ranks)
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -7,6 +7,7 @@ where they are. With everything of everybody, 10,000 ranks would take 25 GB from
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from ipaddress import ip_address
 from itertools import accumulate, pairwise
@@ -218,6 +219,20 @@ class Views:
             if rank not in self.near
         }
         return PeerWatch(self.own.process, others, hostnames)
+
+    @property
+    def hosts(self) -> list[tuple[int, ...]]:
+        """Return the ranks for which 127.0.0.1 is the same, ascending; such hosts on one kernel are far apart."""
+        found: dict[int, list[int]] = {}
+        places: dict[int, tuple[int, int]] = {}
+        on_kernel = Counter[int]()
+        for rank, place in sorted(self._places.items()):
+            if place.loopback not in found:
+                found[place.loopback] = []
+                places[place.loopback] = (on_kernel[place.kernel], place.kernel)
+                on_kernel[place.kernel] += 1
+            found[place.loopback].append(rank)
+        return [tuple(found[loopback]) for loopback in sorted(found, key=places.__getitem__)]
 
     @property
     def spans_hosts(self) -> bool:

@@ -1,0 +1,145 @@
+"""One connection to a rank on another host: it tells whether that host's kernel still acknowledges what is sent."""
+
+from __future__ import annotations
+
+import enum
+import errno
+import math
+import os
+import socket
+import struct
+from typing import Final, NamedTuple
+
+__all__ = ["Link", "State", "beat_period_s"]
+
+# A beat is due at this part of `lost_after_s`, and at most this many seconds, behind the last one.
+_PERIOD_PART: Final = 0.25
+_LONGEST_PERIOD_S: Final = 0.5
+# Beats without one in return, before the kernel's keepalives alone are left: a rank that waits for nobody reads none,
+# and the memory for what it has not read is limited.
+UNANSWERED_BEATS: Final = 16384
+_KEEPALIVES: Final = 3
+
+# struct tcp_info of include/uapi/linux/tcp.h: tcpi_unacked, and tcpi_last_ack_recv in milliseconds.
+_UNACKED, _LAST_ACK = 24, 56
+_TCP_INFO_BYTES: Final = 60
+_NUMBER: Final = struct.Struct("=I")
+
+# Errors that say that the network leads nowhere. Any other one says that the process at the other end has gone.
+_UNREACHABLE: Final = frozenset(
+    {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+)
+
+
+class State(enum.Enum):
+    """What a look at a link has found."""
+
+    OPEN = enum.auto()
+    ENDED = enum.auto()
+    """The other end has closed it, or its process has ended."""
+    VANISHED = enum.auto()
+
+
+class _Seen(NamedTuple):
+    """What the kernel says of a connection: segments in flight, and the seconds since the last acknowledgement."""
+
+    in_flight: int
+    silent_s: float
+
+
+def beat_period_s(lost_after_s: float) -> float:
+    """Return the time between two beats of a rank that waits, in seconds."""
+    return min(lost_after_s * _PERIOD_PART, _LONGEST_PERIOD_S)
+
+
+class Link:
+    """A connection that carries beats; not thread-safe.
+
+    Attributes:
+        partner: The rank at the other end.
+        name: Random text that both ends know the connection by.
+        reason: Behind a look that found the host vanished, how that shows, for errors.
+    """
+
+    def __init__(self, partner: int, connection: socket.socket, name: str, lost_after_s: float) -> None:
+        """Own `connection`, which both ends have accepted."""
+        self.partner = partner
+        self.name = name
+        self.reason = ""
+        self._connection = connection
+        self._lost_after_s = lost_after_s
+        self._period_s = beat_period_s(lost_after_s)
+        self._beats_left = UNANSWERED_BEATS
+        self._next_beat = 0.0
+        self._looked_at = 0.0
+        # How long beats have been in flight, as far as looks have followed it.
+        self._waited_s = 0.0
+        connection.setblocking(False)
+        _keep_alive(connection, lost_after_s)
+
+    def look(self, now: float) -> State:
+        """Read what has come, send a beat if one is due, and say what is known at the monotonic time `now`.
+
+        Never blocks.
+        """
+        try:
+            if not self._drain():
+                return State.ENDED
+            seen = self._seen()
+            self._count(seen, now)
+            if self._waited_s >= self._lost_after_s and seen.silent_s >= self._lost_after_s:
+                self.reason = f"no answer from its host for {seen.silent_s:.1f} s"
+                return State.VANISHED
+            if not seen.in_flight and now >= self._next_beat and self._beats_left:
+                self._beats_left -= self._connection.send(b".")
+                self._next_beat = now + self._period_s
+        except BlockingIOError:  # the window of the other end is full: its kernel answers
+            return State.OPEN
+        except OSError as error:
+            if error.errno not in _UNREACHABLE:
+                return State.ENDED
+            self.reason = f"no answer from its host: {os.strerror(error.errno)}"
+            return State.VANISHED
+        return State.OPEN
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._connection.close()
+
+    def _drain(self) -> bool:
+        """Read all that has come; return whether the other end is open."""
+        try:
+            while received := self._connection.recv(UNANSWERED_BEATS):
+                self._beats_left = UNANSWERED_BEATS
+                if len(received) < UNANSWERED_BEATS:
+                    return True
+        except BlockingIOError:
+            return True
+        return False
+
+    def _seen(self) -> _Seen:
+        told = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        (in_flight,), (silent_ms,) = _NUMBER.unpack_from(told, _UNACKED), _NUMBER.unpack_from(told, _LAST_ACK)
+        return _Seen(in_flight, silent_ms / 1000)
+
+    def _count(self, seen: _Seen, now: float) -> None:
+        """Count how long a beat has been in flight. Behind a long pause, acknowledgements may be still to be read."""
+        step_s = min(now - self._looked_at, self._lost_after_s / 2)
+        self._waited_s = self._waited_s + step_s if seen.in_flight else 0.0
+        self._looked_at = now
+
+
+def _keep_alive(connection: socket.socket, lost_after_s: float) -> None:
+    """Let the kernel look for the other host where no beat is in flight, in whole seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _seconds(lost_after_s)),
+        (socket.TCP_KEEPINTVL, _seconds(lost_after_s / _KEEPALIVES)),
+        (socket.TCP_KEEPCNT, _KEEPALIVES),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _seconds(seconds: float) -> int:
+    """Round up to what the kernel takes for an interval."""
+    return min(max(math.ceil(seconds), 1), 32767)

@@ -1,0 +1,132 @@
+"""The links of this process in one world, and the ranks that are lost with the hosts at their other ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from coordinator.heartbeats.links import Link, State
+from shm_broadcast.errors import NativeError
+from shm_broadcast.liveness import PeerWatch, fork_count
+from shm_broadcast.reports.log_fields import log_fields
+
+__all__ = ["Heartbeats"]
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+# Several calls of one process may wait at once. The links are looked at no more often than this.
+_LOOK_EVERY_S: Final = 0.05
+
+
+class Heartbeats:
+    """All links of this process in a world whose groups have one setting `lost_after_s`. Thread-safe."""
+
+    def __init__(self, lost_after_s: float) -> None:
+        """Begin without links; see `RemoteSettings` for the setting."""
+        self.lost_after_s: float = lost_after_s
+        self._links: dict[int, Link] = {}
+        self._users = Counter[int]()
+        # For each rank on another host that is known, the ranks of its host, in one set that they share.
+        self._hosts: dict[int, set[int]] = {}
+        self._store_at: set[int] = set()
+        self._lost: dict[int, str] = {}
+        self._watches = weakref.WeakKeyDictionary[PeerWatch, frozenset[int]]()
+        self._next_look = 0.0
+        self._is_looking = False
+        self._fork_count = fork_count()
+        # A signal handler may destroy or create a group while this thread holds it.
+        self._lock = threading.RLock()
+
+    def use(self, partners: Iterable[int]) -> None:
+        """Keep the links to `partners` until `release` is called as often as this."""
+        with self._lock:
+            self._users.update(list(partners))
+
+    def release(self, partners: Iterable[int]) -> None:
+        """Close the links that nobody uses any more."""
+        with self._lock:
+            self._users.subtract(list(partners))
+            for partner in [each for each in self._links if self._users[each] <= 0]:
+                self._links.pop(partner).close()
+            self._users = +self._users
+
+    def names(self, partners: Iterable[int]) -> dict[int, str]:
+        """Return the names of the links that are open, by partner."""
+        with self._lock:
+            return {partner: self._links[partner].name for partner in partners if partner in self._links}
+
+    def add(self, link: Link) -> None:
+        """Own `link`, whose partner is in use; the former link to that partner is closed."""
+        with self._lock:
+            former = self._links.pop(link.partner, None)
+            self._links[link.partner] = link
+        if former is not None:
+            former.close()
+
+    def learn(self, ranks: Iterable[int]) -> None:
+        """Know that `ranks` are on one host."""
+        with self._lock:
+            together = set(ranks)
+            for rank in list(together):
+                together |= self._hosts.get(rank, set())
+            for rank in together:
+                self._hosts[rank] = together
+
+    def store_is_with(self, rank: int) -> None:
+        """Know that the host of `rank` serves the world's store."""
+        with self._lock:
+            self._store_at.add(rank)
+
+    def listen(self, watch: PeerWatch, ranks: Collection[int]) -> None:
+        """Report to `watch` which of `ranks` are lost or will be, until it is collected; it asks when it is asked."""
+        with self._lock:
+            self._watches[watch] = frozenset(ranks)
+            known = {rank: how for rank, how in self._lost.items() if rank in ranks}
+        watch.report_all(known)
+        watch.look_with(self.look)
+
+    def check_store(self) -> None:
+        """Raise `NativeError` if the host that serves the world's store has vanished. Never blocks."""
+        self.look()
+        if not self._store_at.isdisjoint(self._lost):
+            raise NativeError("the host of the world's store has vanished", library="libc", function="recv")
+
+    def look(self) -> None:
+        """Look at all links, beat where it is due, and report the ranks of hosts that have vanished. Never blocks."""
+        if not self._links or self._fork_count != fork_count() or not self._lock.acquire(blocking=False):
+            return
+        try:
+            now = time.monotonic()
+            if self._is_looking or now < self._next_look:
+                return
+            self._is_looking, self._next_look = True, now + _LOOK_EVERY_S
+            try:
+                for link in list(self._links.values()):
+                    self._look_at(link, now)
+            finally:
+                self._is_looking = False
+        finally:
+            self._lock.release()
+
+    def _look_at(self, link: Link, now: float) -> None:
+        state = link.look(now)
+        if state is State.OPEN:
+            return
+        if state is State.VANISHED:
+            self._report(link)
+        if self._links.get(link.partner) is link:
+            del self._links[link.partner]
+        link.close()
+
+    def _report(self, link: Link) -> None:
+        lost = dict.fromkeys(sorted(self._hosts.get(link.partner, {link.partner})), link.reason)
+        self._lost = lost | self._lost
+        listed = ", ".join(str(rank) for rank in lost)
+        logger.error("the host of ranks %s has vanished: %s", listed, link.reason, extra=log_fields())
+        for watch, ranks in list(self._watches.items()):
+            watch.report_all({rank: how for rank, how in lost.items() if rank in ranks})

@@ -1,0 +1,148 @@
+"""A host vanishes without closing a socket: its interface goes down. The ranks of the others name it in every call."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator.group import GroupCoordinator
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
+from coordinator.settings import CoordinatorSettings
+from tests.host_namespaces import Host, run_on_hosts
+from tests.hosts import report
+from tests.probes import requires
+from tests.worlds import LARGE, meet, new_group, outcome_of, small
+
+pytestmark = requires("network_namespaces")
+
+HOSTS = [Host(name, {"net": [f"10.78.0.{number}/24"]}) for number, name in enumerate("abc", 1)]
+RANKS = range(6)
+LOST_AFTER_S = 0.8
+PROMISED_S = LOST_AFTER_S + 1.0
+# On a busy machine a rank runs late; the deadlines of the calls, which would otherwise end them, are a minute.
+PROMPT_S = 15.0
+DESTROY_S = 2.0
+CUT_S = 0.4
+
+Call = Callable[[GroupCoordinator, int], Any]
+
+CALLS: dict[str, Call] = {
+    "barrier": lambda group, lost: group.barrier(),
+    "all_reduce": lambda group, lost: group.all_reduce(small()),
+    "large all_reduce": lambda group, lost: group.all_reduce(torch.ones(LARGE // 4)),
+    "broadcast_object": lambda group, lost: group.broadcast_object(None, lost),
+    "recv": lambda group, lost: group.recv(torch.Size([8]), torch.float32, lost),
+    "send": lambda group, lost: group.send(torch.ones(LARGE // 4), lost),
+    "recv_object for ever": lambda group, lost: group.recv_object(lost),
+    "create": lambda group, lost: new_group(group, "late", create_timeout_s=60.0),
+}
+"""What ranks wait in while a host vanishes, of which rank `lost` does not take part."""
+
+
+@contextmanager
+def world(port: int, rank: int, master: int = 0) -> Iterator[GroupCoordinator]:
+    settings = CoordinatorSettings.resolve(
+        {},
+        timeout_s=60.0,
+        create_timeout_s=60.0,
+        destroy_timeout_s=DESTROY_S,
+        remote={"lost_after_s": LOST_AFTER_S},
+    )
+    init_distributed_environment(
+        len(RANKS), rank, f"tcp://10.78.0.1:{port}", backend="gloo", settings=settings
+    )
+    try:
+        yield get_world_group()
+    finally:
+        destroy_distributed_environment()
+
+
+def cut(state: str) -> float:
+    """Set this host's interface up or down; return when."""
+    subprocess.run(["ip", "link", "set", "net", state], check=True)
+    return time.monotonic()
+
+
+def lose(group: GroupCoordinator, rank: int, directory: Path, host: int, name: str) -> dict[str, Any]:
+    """Let a host vanish while the others wait in a call; return how that ended on this rank, and how much later."""
+    first, place = 2 * host, f"{name} {host}".replace(" ", "-")
+    told = directory / f"cut-{place}"
+    meet(rank, RANKS, directory, f"begin-{place}")
+    if rank // 2 == host:
+        if rank == first:
+            time.sleep(CUT_S)
+            told.write_text(json.dumps(cut("down")))
+        meet(rank, RANKS, directory, f"end-{place}")
+        return {}
+    found = outcome_of(lambda: CALLS[name](group, first))
+    ended = time.monotonic()
+    found["again"] = outcome_of(group.barrier)["kind"]
+    meet(rank, RANKS, directory, f"end-{place}")
+    found["late_s"] = ended - json.loads(told.read_text())
+    return found
+
+
+def run(name: str, host: int, port: int, rank: int, directory: Path) -> dict[str, Any]:
+    with world(port, rank) as group:
+        group.barrier()
+        found = lose(group, rank, directory, host, name)
+        if rank == 2 * host:
+            cut("up")
+        meet(rank, RANKS, directory, f"up-{port}")
+    return found
+
+
+def ends(words: str) -> list[list[dict[str, Any]]]:
+    """Run scenarios, such as `barrier/2`, one after the other; return for each what the survivors found."""
+    ranks = run_on_hosts(__name__, HOSTS, 2, words)
+    found = []
+    for word in words.split(","):
+        host = int(word.partition("/")[2])
+        found.append([each[word] for rank, each in enumerate(ranks) if rank // 2 != host])
+    return found
+
+
+def assert_named(found: list[dict[str, Any]], host: int, bound_s: float) -> None:
+    for each in found:
+        assert (each["kind"], each["peers"]) == ("PeerLostError", [2 * host, 2 * host + 1]), each
+        assert each["again"] == "GroupBrokenError", each
+        assert each["late_s"] < bound_s, each
+
+
+@pytest.mark.guarantee("V1")
+@pytest.mark.guarantee("V2")
+def test_a_host_that_vanishes_is_named_by_all_survivors() -> None:
+    """It is named in a barrier, and if it served the world's store in a sum. The deadlines are a minute."""
+    barrier, total = ends("barrier/2,all_reduce/0")
+    assert_named(barrier, 2, PROMPT_S)
+    assert_named(total, 0, PROMPT_S)
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("V1")
+@pytest.mark.guarantee("V2")
+@pytest.mark.parametrize("host", [0, 2])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_vanished_host_is_named_within_a_second_of_its_time(name: str, host: int) -> None:
+    """All of its ranks and no others are named in every call, also if the host served the world's store."""
+    (found,) = ends(f"{name}/{host}")
+    assert_named(found, host, PROMISED_S)
+
+
+def main(directory: Path, words: str, rank: int) -> None:
+    """Run one rank in all scenarios, one after the other."""
+    found = {}
+    for number, word in enumerate(words.split(",")):
+        name, _, host = word.partition("/")
+        found[word] = run(name, int(host), 29601 + number, rank, directory)
+    report(directory, rank, found)

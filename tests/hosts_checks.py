@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.cli import main as command
+from coordinator.diagnosis.hosts_check import checking
 from tests.host_namespaces import Host, run_on_hosts
 from tests.hosts import report
 
 __all__ = ["TWO", "check_on_hosts"]
+
+BULK_S = 0.1
+"""Seconds for which each direction of a pair sends, which is less than for users."""
 
 TWO = [
     Host(name, {"eth0": [f"10.77.0.{number}/24"]}, ["10.77.0.1 alpha", "10.77.0.2 beta"])
@@ -67,6 +71,7 @@ def main(directory: Path, ranks: str, size: str, absent: str, *rest: Any) -> Non
     )
     if not os.environ["GROUP_COORDINATOR_HOST_ID"]:
         del os.environ["GROUP_COORDINATOR_HOST_ID"]
+    vars(checking)["_BULK_S"] = BULK_S
     out, errors = io.StringIO(), io.StringIO()
     begin = time.monotonic()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):

@@ -284,6 +284,7 @@ class Check:
         with closing(listener):
             gathering.mark(f"port/{launched.rank}", str(listener.getsockname()[1]))
             here = plan.measuring.index(launched.rank)
+            going_on = set(range(len(plan.measuring)))
             for number, pairs in enumerate(rounds):
                 for first, second in pairs:
                     if here in (first, second):
@@ -291,7 +292,8 @@ class Check:
                         self._take_turn(gathering, plan, facts, listener, launched.rank, peer)
                 gathering.mark(f"round/{number}", str(here))
                 until = time.monotonic() + self._round_s(plan.bulk_s)
-                gathering.await_marks(f"round/{number}", range(len(plan.measuring)), until)
+                # Who has ended holds up one round, and no further one.
+                going_on = gathering.await_marks(f"round/{number}", going_on, until)
         return _links_of(gathering, plan) if launched.rank == 0 else ()
 
     def _take_turn(

@@ -2,13 +2,14 @@
 
 import io
 import socket
+import time
 from typing import Any
 
 import pytest
 
 from coordinator.addresses.names import addresses_of
 from coordinator.cli import main
-from coordinator.diagnosis.hosts_check import checking, facts
+from coordinator.diagnosis.hosts_check import facts
 from coordinator.diagnosis.hosts_check.checking import Check
 from coordinator.diagnosis.hosts_check.facts import choose_address, collect_facts
 from coordinator.diagnosis.hosts_check.interfaces import carrier_of, list_interfaces
@@ -239,7 +240,7 @@ def test_a_rank_that_has_stopped_stays_until_the_others_have_met(
 ) -> None:
     """torchrun, srun and mpiexec end all ranks with the first; a rank that is alone need not wait."""
     slept: list[float] = []
-    monkeypatch.setattr(checking.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     check = Check("env://", Caller(), 7.0, Narrator(io.StringIO()))
     check.launched = launched_at("127.0.0.1", world_size=size)
     check.linger()

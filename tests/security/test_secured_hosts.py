@@ -109,6 +109,7 @@ def be_a_rank(directory: Path, name: str, rank: int) -> dict[str, Any]:
         "secret_file": str(secret),
         "create_timeout_s": 5.0 if has_others else 30.0,
         "interface": interface,
+        "remote": {"lost_after_s": 20.0},  # the host of the tests may be busy
     }
     settings = CoordinatorSettings.resolve({}, **{**given, **chosen})
     found = outcome_of(

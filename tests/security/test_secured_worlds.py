@@ -5,8 +5,11 @@ import json
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from coordinator.security.store import secured
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommTimeoutError, DecodeError, SettingsError, UsageError
 from tests.harness import RankPool
+from tests.hosts import ROOT
 from tests.log_records import records_of
 from tests.multiproc.coordinator.test_meeting import exchange
 from tests.ports import free_port, listening_addresses
@@ -48,6 +52,18 @@ def settings_of(directory: Path, rank: int, **settings: Any) -> CoordinatorSetti
     return CoordinatorSettings.resolve({}, **{"secret_file": path, "create_timeout_s": 30.0, **settings})
 
 
+@contextmanager
+def variables(**given: str) -> Iterator[None]:
+    """Set variables of the environment in the block, as a launcher does."""
+    before = dict(os.environ)
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def use_and_leave() -> list[Any]:
     group = get_world_group()
     base = secured(world_store())
@@ -65,10 +81,10 @@ def use_and_leave() -> list[Any]:
 
 def through(rank: int, world_size: int, directory: Path, way: str, port: int) -> list[Any]:
     settings, found = settings_of(directory, rank, security="required"), []
-    os.environ.update(MASTER_ADDR=HERE, MASTER_PORT=str(port))
     method = {"file": f"file://{directory}/rendezvous", "tcp": f"tcp://{HERE}:{port}", "env": "env://"}[way]
     for _ in range(2):
-        init_distributed_environment(world_size, rank, method, backend="gloo", settings=settings)
+        with variables(MASTER_ADDR=HERE, MASTER_PORT=str(port)):
+            init_distributed_environment(world_size, rank, method, backend="gloo", settings=settings)
         gc.collect()  # torch keeps no Python object of a store
         if way == "tcp":
             base = secured(world_store())
@@ -81,7 +97,14 @@ def through(rank: int, world_size: int, directory: Path, way: str, port: int) ->
 
 
 @pytest.mark.guarantee("K8")
-@pytest.mark.parametrize("way", [pytest.param("file", marks=pytest.mark.thorough), "tcp", "env"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("file", marks=pytest.mark.thorough),
+        "tcp",
+        pytest.param("env", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_world_with_a_secret_can_follow_another_at_one_place(ranks2: RankPool, way: str) -> None:
     """On one host "required" asks for no acknowledgement; the store listens on loopback, and ends with the world."""
     assert ranks2.run(through, way, free_port()) == [[[[0, 1], True]] * 2] * 2
@@ -94,18 +117,19 @@ def behind_an_agent(rank: int, world_size: int, directory: Path, port: int) -> l
         else None
     )
     meet(rank, range(world_size), directory, "agent")
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR=HERE,
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RUN_ID="run",
-        GROUP_COORDINATOR_SECRET_FILE=write(directory / f"secret-{rank}"),
-    )
+    given = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": HERE,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "run",
+        "GROUP_COORDINATOR_SECRET_FILE": write(directory / f"secret-{rank}"),
+    }
     found = []
     for _ in range(2):
-        init_distributed_environment(backend="gloo")
+        with variables(**given):
+            init_distributed_environment(backend="gloo")
         keys: Any = dist.TCPStore(HERE, port, is_master=False, wait_for_workers=False, use_libuv=False)
         get_world_group().barrier()
         found.append([keys.num_keys(), *use_and_leave()])
@@ -123,6 +147,54 @@ def test_the_launchers_store_holds_rank_0s_endpoint_and_nothing_else(ranks2: Ran
         assert numbers[1] - numbers[0] == 1
         assert numbers[0] <= 2
         assert [ranks for _, ranks, _ in worlds] == [[0, 1]] * 2, rank
+
+
+SCRIPT = """
+import os
+import torch
+from coordinator.bootstrap.membership import world_store
+from coordinator.parallel_state import (
+    destroy_distributed_environment, get_world_group, init_distributed_environment
+)
+from coordinator.security.store import secured
+
+init_distributed_environment(backend="gloo")
+group = get_world_group()
+count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+with open(os.path.join(os.environ["RESULTS"], f"{count}-{group.rank}"), "w") as file:
+    file.write(f"{group.all_gather_object(group.rank)} {secured(world_store()) is not None}")
+group.barrier()
+if count == "0":
+    os._exit(1)
+destroy_distributed_environment()
+"""
+
+
+@pytest.mark.guarantee("K7")
+@pytest.mark.thorough
+def test_torchrun_starts_and_restarts_a_job_with_a_secret(tmp_path: Path) -> None:
+    """Without an argument: each start of the workers meets in a store of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    options = ["--standalone", "--max-restarts", "1", "--nproc-per-node", "2"]
+    told = {
+        "PYTHONPATH": str(ROOT),
+        "RESULTS": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "GROUP_COORDINATOR_SECRET_FILE": write(tmp_path / "secret"),
+        "GROUP_COORDINATOR_SECURITY": "required",
+    }
+    outcome = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
+        env={**os.environ, **told},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    found = {path.name: path.read_text() for path in tmp_path.glob("?-?")}
+    assert found == dict.fromkeys(["0-0", "0-1", "1-0", "1-1"], "[0, 1] True")
 
 
 def stateless(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:

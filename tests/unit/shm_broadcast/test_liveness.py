@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,30 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
             yield process
         finally:
             process.kill()
+
+
+def test_the_number_of_a_thread_is_that_of_no_process() -> None:
+    """The kernel gives the number of a process that has ended to a thread too. It then refuses a pidfd of it."""
+    numbers = list[int]()
+    over = threading.Event()
+
+    def tell() -> None:
+        numbers.append(threading.get_native_id())
+        over.wait()
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    try:
+        wait_until(lambda: bool(numbers), "the number of the thread", timeout_s=SOON_S)
+        with pytest.raises(ProcessLookupError):
+            liveness.open_pidfd(numbers[0])
+        own = this_process()
+        watch = PeerWatch(own, {1: msgspec.structs.replace(own, pid=numbers[0])})
+        assert watch.lost() == (1,)
+        watch.close()
+    finally:
+        over.set()
+        thread.join()
 
 
 @pytest.fixture

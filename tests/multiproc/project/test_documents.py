@@ -168,5 +168,5 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 
 SKIPPED = 10
-"""They are vLLM's own imports (twice), two captures on a GPU, torch's profiler, a script for two hosts, actors of Ray, and
-starts by srun, by mpiexec and in pods."""
+"""They are vLLM's own imports (twice), two captures on a GPU, torch's profiler, a script for two hosts, actors of Ray,
+and starts by srun, by mpiexec and in pods."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import torch.distributed as dist
@@ -45,6 +46,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _FAILED_HANDSHAKES: Final = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 _CHECK_EVERY_S: Final = 0.1
+# A rank that was refused, or whose handshake failed, connects again after this pause.
+_PAUSE_S: Final = 0.1
 # How long zmq may take to send BYE.
 _FAREWELL_MS: Final = 200
 
@@ -105,6 +108,7 @@ class StoreClient:
         self._welcome = _Pending()
         self._is_welcome = False
         self._broken: Exception | None = None
+        self._again_at: float | None = None  # when to connect again
         self._lost: dict[int, str] = {}
         self._on_lost: Callable[[int, str], None] | None = None
         self._connections = self._failed_handshakes = self._refusals = 0
@@ -264,7 +268,8 @@ class StoreClient:
         for source in (self._dealer, self._monitor, self._wake):
             poller.register(source, zmq.POLLIN)
         while not self._is_stopping and self._broken is None:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(None if self._again_at is None else round(_PAUSE_S * 1000)))
+            self._connect_again()
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             # What was received before the connection broke is read first.
@@ -272,6 +277,14 @@ class StoreClient:
             self._look()
             if self._is_welcome:
                 self._send()
+
+    def _connect_again(self) -> None:
+        """Connect again where zmq has given up, because it was refused: another start of the store may come there."""
+        if self._again_at is not None and time.monotonic() >= self._again_at:
+            self._again_at = None
+            with suppress(zmq.ZMQError):  # zmq has let go of the address itself
+                self._dealer.disconnect(self._url)
+            self._dealer.connect(self._url)
 
     def _send(self) -> None:
         while self._outbox:
@@ -332,8 +345,11 @@ class StoreClient:
             elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
                 # Whoever is between may say so too, since it comes without encryption: try until the deadline.
                 self._refusals += 1
+                self._again_at = time.monotonic() + _PAUSE_S
             elif not self._is_welcome:
-                self._failed_handshakes += bool(event & _FAILED_HANDSHAKES)
+                if event & _FAILED_HANDSHAKES:
+                    self._failed_handshakes += 1
+                    self._again_at = time.monotonic() + _PAUSE_S
             elif event == zmq.Event.DISCONNECTED or event & _FAILED_HANDSHAKES:
                 # A record that cannot be decrypted counts as a failed handshake too, and zmq only stops reading then.
                 self._drain()  # what came before, END perhaps

@@ -274,6 +274,26 @@ def test_rank_0_may_come_last() -> None:
     assert found == [b"1"]
 
 
+def test_a_rank_that_a_smaller_start_refuses_joins_the_next_one() -> None:
+    """The store of two ranks, which is about to leave the address, does not keep rank 3 from the store of four."""
+    found: list[bytes] = []
+    with served(world_size=2) as first:
+        port = first.port
+
+        def join_late() -> None:
+            with joined(port, 3) as (store,):
+                found.append(store.get("a"))
+
+        thread = threading.Thread(target=join_late)
+        thread.start()
+        server: Any = server_of(first)
+        wait_until(lambda: server._gatekeeper.refused >= 2, "rank 3 to be refused twice")
+    with served(port=port) as second:
+        second.set("a", "1")
+        thread.join()
+    assert found == [b"1"]
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     """Rank 0 says which address and port it cannot have."""
     with socket.create_server((HERE, 0)) as other:

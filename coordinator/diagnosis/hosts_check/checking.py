@@ -204,6 +204,7 @@ class Check:
     def _lead(self, launched: Launched, gathering: Gathering, show: Callable[[Verdict], None]) -> Outcome:
         """Decide as rank 0 who takes part, measure too, and judge."""
         everyone = range(launched.world_size)
+        self._narrator.say(f"waiting for {launched.world_size} ranks, for at most {self._timeout_s:g} s ...")
         told = gathering.await_marks("told", everyone, time.monotonic() + self._timeout_s)
         arrived = gathering.marks("arrived") & set(everyone)
         known = gathering.facts_of(sorted(told))

@@ -67,6 +67,7 @@ def collect_facts(
     carrier = "loopback" if chosen.interface is None else chosen.interface.name
     alone = "; only ranks on this host can" if is_loopback(chosen.address) else ""
     narrator.say(f"others would reach this rank at {chosen.address} on {carrier}, {chosen.why}{alone}")
+    _compare_route(launched, addresses, chosen, narrator)
     open_files = _check_descriptors(launched)
     connect_ms = None if launched.serves else _reach(launched, addresses, chosen, timeout_s, narrator)
     return RankFacts(
@@ -104,10 +105,8 @@ def _version() -> str:
 def _room(launched: Launched) -> str:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = "any number of" if hard == resource.RLIM_INFINITY else str(hard)
-    needs = f" ({descriptors_needed(launched.world_size)} needed for the store)" if launched.serves else ""
-    return (
-        f"{limit} open descriptors allowed{needs}, {_SHM} of {_shm_bytes() >> 20} MiB (NCCL alone needs it)"
-    )
+    needs = f", {descriptors_needed(launched.world_size)} needed for the store" if launched.serves else ""
+    return f"{limit} descriptors allowed{needs}, {_SHM} {_shm_bytes() >> 20} MiB (for NCCL only)"
 
 
 def _show(interfaces: tuple[Interface, ...], narrator: Narrator) -> None:
@@ -196,6 +195,17 @@ def choose_address(
     if launched.serves and address == first.text and settings.interface is None:
         why = "because the store is to be served there"
     return Chosen(address, carrier_of(address, interfaces), why)
+
+
+def _compare_route(launched: Launched, addresses: list[Address], chosen: Chosen, narrator: Narrator) -> None:
+    """Say from which address the kernel itself would go to the store, if that is another one."""
+    try:
+        own = routed_address(launched.host, addresses)
+    except CapabilityError as error:
+        narrator.say(f"warning: {error}")
+        return
+    if own != chosen.address:
+        narrator.say(f"the kernel itself would go to the store from {own}")
 
 
 def _check_descriptors(launched: Launched) -> int:

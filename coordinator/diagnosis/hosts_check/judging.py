@@ -400,11 +400,11 @@ def _used(gathered: Gathered, hosts: Sequence[Sequence[RankFacts]]) -> Iterator[
     leaders = [min(each.rank for each in same) for same in kernels.values()]
     if len(kernels) > 1:
         yield f"Leaders, which talk to the other hosts for the ranks of theirs: {_ranks(leaders)}."
-    ways: dict[tuple[str, str], list[str]] = {}
-    for host in hosts:
-        ways.setdefault((host[0].interface, host[0].why), []).append(f"{host[0].hostname} {host[0].address}")
-    for (interface, why), places in ways.items():
-        yield f"Gloo on interface {interface}, {why}: {_some(places)}."
+    ways: dict[str, list[str]] = {}
+    for facts in (host[0] for host in hosts):
+        ways.setdefault(facts.why, []).append(f"{facts.address} ({facts.interface} of {facts.hostname})")
+    for why, places in ways.items():
+        yield f"Gloo at {_some(places)}, {why}."
     ports = sorted({each.remote_ports or "on any free port" for each in gathered.facts.values()})
     yield f"Queues between hosts: encrypted TCP at the same addresses, {', '.join(ports)}."
 

@@ -57,7 +57,7 @@ class Narrator:
 
     def name(self, rank: int, hostname: str, is_loud: bool) -> None:
         """Begin each line with the rank and its host from now on, and be loud or quiet."""
-        self._prefix = f"[{rank} {hostname}] "
+        self._prefix = f"[rank {rank} {hostname}] "
         self._is_loud = is_loud
         self._flush()
 

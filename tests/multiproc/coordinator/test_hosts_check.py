@@ -58,7 +58,9 @@ def test_two_healthy_hosts_are_measured_and_ready() -> None:
     assert "alpha 0-1 eth0 10.77.0.1 1500 serves it reference" in first
     assert "beta 2-3 eth0 10.77.0.2 1500" in first
     assert "Leaders, which talk to the other hosts for the ranks of theirs: ranks 0, 2." in first
-    assert "because the route to the store (10.77.0.1) begins there: beta 10.77.0.2" in first
+    assert (
+        "Gloo at 10.77.0.2 (eth0 of beta), because the route to the store (10.77.0.1) begins there." in first
+    )
     assert "FAILED" not in first
     assert (second, fourth) == ("", "")
     assert "interface eth0: 10.77.0.2/24; MTU 1500" in third
@@ -239,6 +241,5 @@ def test_settings_and_networks_that_differ_are_named() -> None:
     assert "1 error, 1 warning" in page
     assert "different settings: " in page
     assert "beta would use 10.66.0.2 on wrong, in the network 10.66.0.0/24" in page
-    assert (
-        "Gloo on interface wrong, because GROUP_COORDINATOR_INTERFACE=wrong says so: beta 10.66.0.2" in page
-    )
+    assert "Gloo at 10.66.0.2 (wrong of beta), because GROUP_COORDINATOR_INTERFACE=wrong says so." in page
+    assert "the kernel itself would go to the store from 10.77.0.2" in words_of(ranks[1])

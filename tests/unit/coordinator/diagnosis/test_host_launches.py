@@ -224,13 +224,13 @@ def test_a_step_is_printed_as_it_begins_and_named_where_it_stops() -> None:
         assert all(len(line) <= 120 for line in out.getvalue().splitlines())
         pages.append((begun, out.getvalue().removeprefix(begun)))
     assert pages[0][0].splitlines() == [
-        "[3 alpha] 1. what the launcher says: env://",
-        "[3 alpha] 2. this host, and the way to the store",
+        "[rank 3 alpha] 1. what the launcher says: env://",
+        "[rank 3 alpha] 2. this host, and the way to the store",
     ]
     assert pages[1][0] == ""
     for _, end in pages:
-        assert end.startswith("[3 alpha] STOPPED at step 2. this host, and the way to the store\n")
-        assert end.endswith("[3 alpha]    look at: the culprit\n")
+        assert end.startswith("[rank 3 alpha] STOPPED at step 2. this host, and the way to the store\n")
+        assert end.endswith("[rank 3 alpha]    look at: the culprit\n")
 
 
 @pytest.mark.guarantee("H3")

@@ -125,8 +125,7 @@ def test_healthy_hosts_are_ready() -> None:
     assert "n0 - 9 9" in page  # the row sends 9 to each column, and gets 9.5 back
     assert "n1 9.5 - 9" in page
     assert "Leaders, which talk to the other hosts for the ranks of theirs: ranks 0-2." in page
-    assert "Gloo on interface eth0, because the route to the store" in page
-    assert "begins there: n0 10.0.0.1, n1 10.0.0.2, n2 10.0.0.3." in page
+    assert "Gloo at 10.0.0.1 (eth0 of n0), 10.0.0.2 (eth0 of n1), 10.0.0.3 (eth0 of n2), because" in page
     assert "encrypted TCP at the same addresses, on any free port" in page
 
 

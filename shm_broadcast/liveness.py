@@ -327,7 +327,12 @@ class PeerWatch:
     def describe(self, rank: int) -> str:
         """Return a text about the process of `rank` for errors, for example `pid 4242, alive`."""
         report = self._reports.get(rank)
-        return self._seen(rank) if report is None else f"{self._seen(rank)}, {report}"
+        if report is None:
+            return self._seen(rank)
+        peer, hostname = self._peers.get(rank), self._hostnames.get(rank)
+        if peer is not None:
+            return f"pid {peer.pid} on host {peer.hostname}, {report}"
+        return report if hostname is None else f"on host {hostname}, {report}"
 
     def _seen(self, rank: int) -> str:
         """Return what this process sees of `rank`."""
@@ -336,8 +341,7 @@ class PeerWatch:
             hostname = self._hostnames.get(rank)
             if hostname is None:
                 return "no process known"
-            state = "dead" if rank in self._reports else "state not visible from here"
-            return f"on host {hostname}, {state}"
+            return f"on host {hostname}, state not visible from here"
         state = self.state(rank)
         if state == "unknown":
             return f"pid {peer.pid} on host {peer.hostname}, state not visible from here"

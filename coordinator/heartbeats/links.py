@@ -88,7 +88,7 @@ class Link:
             seen = self._seen()
             self._count(seen, now)
             if self._waited_s >= self._lost_after_s and seen.silent_s >= self._lost_after_s:
-                self.reason = f"no answer from its host for {seen.silent_s:.1f} s"
+                self.reason = f"no answer from the host for {seen.silent_s:.1f} s"
                 return State.VANISHED
             if not seen.in_flight and now >= self._next_beat and self._beats_left:
                 self._beats_left -= self._connection.send(b".")
@@ -98,7 +98,7 @@ class Link:
         except OSError as error:
             if error.errno not in _UNREACHABLE:
                 return State.ENDED
-            self.reason = f"no answer from its host: {os.strerror(error.errno)}"
+            self.reason = f"no answer from the host: {os.strerror(error.errno)}"
             return State.VANISHED
         return State.OPEN
 

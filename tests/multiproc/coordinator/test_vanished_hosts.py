@@ -1,10 +1,14 @@
 """A host vanishes without closing a socket: its interface goes down. The ranks of the others name it in every call."""
 
+import gc
 import json
+import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from coordinator.parallel_state import (
 from coordinator.settings import CoordinatorSettings
 from tests.host_namespaces import Host, run_on_hosts
 from tests.hosts import report
+from tests.leaks import Snapshot, leaked_since
 from tests.probes import requires
 from tests.worlds import LARGE, meet, new_group, outcome_of, small
 
@@ -33,6 +38,7 @@ PROMISED_S = LOST_AFTER_S + 1.0
 PROMPT_S = 15.0
 DESTROY_S = 2.0
 CUT_S = 0.4
+STOPPED_S = 3 * LOST_AFTER_S
 
 Call = Callable[[GroupCoordinator, int], Any]
 
@@ -92,19 +98,61 @@ def lose(group: GroupCoordinator, rank: int, directory: Path, host: int, name: s
     return found
 
 
-def run(name: str, host: int, port: int, rank: int, directory: Path) -> dict[str, Any]:
-    with world(port, rank) as group:
-        group.barrier()
-        found = lose(group, rank, directory, host, name)
-        if rank == 2 * host:
-            cut("up")
-        meet(rank, RANKS, directory, f"up-{port}")
+def leave(group: GroupCoordinator, rank: int, directory: Path, host: int) -> dict[str, Any]:
+    """Let a host vanish while nobody waits; return how long the others take to destroy a group."""
+    other, first = new_group(group, "other", destroy_timeout_s=DESTROY_S), 2 * host
+    meet(rank, RANKS, directory, f"begin-destroy-{host}")
+    if rank == first:
+        cut("down")
+    meet(rank, RANKS, directory, f"down-{host}")
+    found = outcome_of(other.destroy)
+    meet(rank, RANKS, directory, f"end-destroy-{host}")
     return found
 
 
-def ends(words: str) -> list[list[dict[str, Any]]]:
+def run(name: str, host: int, port: int, rank: int, directory: Path) -> dict[str, Any]:
+    before = Snapshot.take()
+    with world(port, rank) as group:
+        group.barrier()
+        if name == "quiet":
+            return stay(group, rank, directory)
+        act = leave if name == "destroy" else partial(lose, name=name)
+        found = act(group, rank, directory, host)
+        if rank == 2 * host:
+            cut("up")
+        meet(rank, RANKS, directory, f"up-{port}")
+    del group
+    gc.collect()
+    found["leaks"] = leaked_since(before)
+    return found
+
+
+def stay(group: GroupCoordinator, rank: int, directory: Path) -> dict[str, Any]:
+    """Let ranks 4 and 5 destroy a group, rank 5 be stopped for a time, and then die; return what the others see."""
+    found, pids = dict[str, Any](), group.all_gather_object(os.getpid())
+    other = new_group(group, "other")
+    other.barrier()
+    if rank in (4, 5):
+        other.destroy()
+    meet(rank, RANKS, directory, "left")
+    if rank not in (4, 5):
+        found["left"] = outcome_of(other.barrier)
+        other.destroy()
+    for what, number, seconds in (("stopped", signal.SIGSTOP, STOPPED_S), ("killed", signal.SIGKILL, 0.0)):
+        meet(rank, RANKS, directory, what)
+        if rank == 4:
+            os.kill(pids[5], number)
+            time.sleep(seconds)
+            os.kill(pids[5], signal.SIGCONT)
+        if rank == 5 and what == "killed":
+            time.sleep(PROMPT_S)
+        found[what] = outcome_of(group.barrier)
+    return found
+
+
+def ends(words: str, dead: Collection[int] = ()) -> list[list[dict[str, Any]]]:
     """Run scenarios, such as `barrier/2`, one after the other; return for each what the survivors found."""
-    ranks = run_on_hosts(__name__, HOSTS, 2, words)
+    ranks = run_on_hosts(__name__, HOSTS, 2, words, dead=dead)
     found = []
     for word in words.split(","):
         host = int(word.partition("/")[2])
@@ -113,19 +161,56 @@ def ends(words: str) -> list[list[dict[str, Any]]]:
 
 
 def assert_named(found: list[dict[str, Any]], host: int, bound_s: float) -> None:
+    assert len(found) == 4
     for each in found:
         assert (each["kind"], each["peers"]) == ("PeerLostError", [2 * host, 2 * host + 1]), each
         assert each["again"] == "GroupBrokenError", each
         assert each["late_s"] < bound_s, each
+        assert each["leaks"] == [], each
+
+
+@pytest.fixture(scope="module")
+def sample() -> list[list[dict[str, Any]]]:
+    """Run three scenarios in one set of processes, of which rank 5 dies in the last one."""
+    return ends("barrier/2,all_reduce/0,quiet/2", dead=[5])
+
+
+Sample = list[list[dict[str, Any]]]
 
 
 @pytest.mark.guarantee("V1")
 @pytest.mark.guarantee("V2")
-def test_a_host_that_vanishes_is_named_by_all_survivors() -> None:
+def test_a_host_that_vanishes_is_named_by_all_survivors(sample: Sample) -> None:
     """It is named in a barrier, and if it served the world's store in a sum. The deadlines are a minute."""
-    barrier, total = ends("barrier/2,all_reduce/0")
+    barrier, total, _ = sample
     assert_named(barrier, 2, PROMPT_S)
     assert_named(total, 0, PROMPT_S)
+
+
+@pytest.mark.guarantee("V3")
+def test_a_rank_that_leaves_stops_or_dies_is_no_vanished_host(sample: Sample) -> None:
+    """Who leaves a group has destroyed it, who is stopped comes late, and who dies is named alone."""
+    found = sample[-1]
+    for each in found:
+        assert each["left"]["kind"] == "PeerLostError", each
+        assert "the group was destroyed by" in each["left"]["text"]
+        assert each["stopped"]["kind"] == "NoneType", each
+        assert each["stopped"]["seconds"] > 2 * LOST_AFTER_S
+        assert (each["killed"]["kind"], each["killed"]["peers"]) == ("PeerLostError", [5]), each
+        assert "no answer" not in each["killed"]["text"]
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("V1")
+@pytest.mark.guarantee("V2")
+@pytest.mark.parametrize("host", [0, 2])
+def test_destroy_waits_for_no_vanished_host(host: int) -> None:
+    """Neither for its ranks nor for the store that it served."""
+    (found,) = ends(f"destroy/{host}")
+    for each in found:
+        assert each["kind"] == "NoneType", each
+        assert each["seconds"] < DESTROY_S + PROMISED_S, each
+        assert each["leaks"] == [], each
 
 
 @pytest.mark.thorough
@@ -145,4 +230,4 @@ def main(directory: Path, words: str, rank: int) -> None:
     for number, word in enumerate(words.split(",")):
         name, _, host = word.partition("/")
         found[word] = run(name, int(host), 29601 + number, rank, directory)
-    report(directory, rank, found)
+        report(directory, rank, found)

@@ -362,7 +362,7 @@ def test_silence_counts_only_while_a_beat_is_in_flight_and_somebody_looks() -> N
         link._seen = lambda: told[0]  # type: ignore[method-assign]
         assert link.look(100.0) is State.OPEN
         assert link.look(160.0) is State.VANISHED  # half for each look
-        assert link.reason == "no answer from its host for 60.0 s"
+        assert link.reason == "no answer from the host for 60.0 s"
     with linked() as (link, _):
         link._seen = lambda: told[0]  # type: ignore[method-assign]
         assert link.look(100.0) is State.OPEN

@@ -56,7 +56,8 @@ def collect_facts(
         Stopped: The store's host has no address, none that other hosts reach, or does not answer.
     """
     process = this_process()
-    narrator.say(f"{process.hostname}, boot id {process.boot_id[:8]}, {_room(launched)}")
+    narrator.say(f"host {process.hostname}, boot id {process.boot_id[:8]}")
+    narrator.say(_room(launched))
     interfaces = list_interfaces()
     _show(interfaces, narrator)
     addresses = _resolve(launched, timeout_s)
@@ -106,7 +107,7 @@ def _room(launched: Launched) -> str:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = "any number of" if hard == resource.RLIM_INFINITY else str(hard)
     needs = f", {descriptors_needed(launched.world_size)} needed for the store" if launched.serves else ""
-    return f"{limit} descriptors allowed{needs}, {_SHM} {_shm_bytes() >> 20} MiB (for NCCL only)"
+    return f"descriptors: {limit} allowed{needs}; {_SHM}: {_shm_bytes() >> 20} MiB, for NCCL only"
 
 
 def _show(interfaces: tuple[Interface, ...], narrator: Narrator) -> None:

@@ -95,7 +95,6 @@ def create_parts(
             started = time.perf_counter()
             views = _agree(world, prefix, what, everyone, own, settings, agreed)
             _call(to_call)
-            check_plaintext(settings, store, views.spans_hosts, what)
             agreement_s = time.perf_counter() - started
             for plan, region, own_store in zip(plans, regions, stores, strict=True):
                 builders.append(
@@ -142,7 +141,7 @@ def _agree(
         heartbeats = world.heartbeats(settings.remote.lost_after_s)
         heartbeats.listen(watch, ranks)
         scoped, timeout_s = dist.PrefixStore(prefix, store), settings.create_timeout_s
-        return agree(
+        views = agree(
             scoped,
             what,
             world.rank,
@@ -154,6 +153,8 @@ def _agree(
             connect,
             check_store=heartbeats.check_store,
         )
+    check_plaintext(settings, store, views.spans_hosts, what)
+    return views
 
 
 def _join_heartbeats(

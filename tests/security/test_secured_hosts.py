@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import coordinator.torch_backend  # noqa: F401 - registers the backend
 from coordinator.bootstrap.membership import world_store
 from coordinator.group import GroupCoordinator
 from coordinator.host.gloo import GlooHostPlane
@@ -21,6 +23,7 @@ from coordinator.settings import CoordinatorSettings
 from tests.hosts import report, run_on_two_hosts
 from tests.ports import listening_addresses
 from tests.probes import requires
+from tests.security.test_secured_worlds import variables
 from tests.worlds import meet, outcome_of
 
 pytestmark = requires("network_namespaces")
@@ -97,6 +100,12 @@ def use(rank: int) -> dict[str, Any]:
         found["group"] = outcome_of(
             lambda: GroupCoordinator([[0, 1, 2, 3]], 0, "gloo", False, group_name="tp", settings=required)
         )
+        with variables(
+            GROUP_COORDINATOR_SECURITY="required",
+            GROUP_COORDINATOR_BULK="plaintext",
+            GROUP_COORDINATOR_SECRET_FILE="/nowhere",
+        ):
+            found["of torch"] = outcome_of(lambda: dist.new_group(backend="group_coordinator"))
     group.barrier()
     return found
 
@@ -200,6 +209,8 @@ def test_a_group_that_requires_security_is_refused_in_a_world_without(others: Fo
         assert "all_gather_object" in each["queue over gloo"]
         assert each["group"]["kind"] == "UsageError"
         assert "a store without encryption" in each["group"]["text"]
+        assert "UsageError" in each["of torch"]["kind"]
+        assert "a store without encryption" in each["of torch"]["text"]
 
 
 @pytest.mark.guarantee("K4")

@@ -94,48 +94,59 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="show only what the groups of this process did; may be repeated",
     )
-    for name, help_ in (
-        ("check", "start ranks on this host and verify every collective; exit status 1 if one is wrong"),
-        ("demo", "start ranks on this host and show the calls of a group, with their times"),
-    ):
-        command = commands.add_parser(name, help=help_)
-        command.add_argument(
-            "-n",
-            "--ranks",
-            type=_ranks,
-            default=None if name == "check" else 2,
-            help="number of ranks (default: 2)",
-        )
-        command.add_argument(
-            "--timeout",
-            type=_seconds,
-            default=None if name == "check" else 600.0,
-            help="give up after this many seconds (default: 600"
-            + (", each step of --hosts 10)" * (name == "check") or ")"),
-        )
-        if name == "check":
-            _add_hosts(command)
-            command.add_argument(
-                "--only",
-                action="append",
-                default=[],
-                choices=CHECKED,
-                metavar="PART",
-                help="check only this part, such as all_reduce; may be repeated",
-            )
-        else:
-            command.add_argument(
-                "--hold",
-                type=_seconds,
-                default=0.0,
-                metavar="S",
-                help="go on making calls for so many seconds, and print the command that watches them",
-            )
+    _add_check(commands)
+    _add_demo(commands)
     _add_top_and_dump(commands)
     _add_trace(commands)
     _add_stragglers(commands)
     _add_metrics(commands)
     _add_blame(commands)
+    _add_rank(commands)
+    return parser
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    check = commands.add_parser(
+        "check",
+        help="start ranks on this host and verify every collective, or with --hosts check the way between hosts; exit "
+        "status 1 if something is wrong",
+    )
+    # `_complete_check` fills in what depends on --hosts.
+    check.add_argument("-n", "--ranks", type=_ranks, help="number of ranks (default: 2)")
+    check.add_argument(
+        "--timeout",
+        type=_seconds,
+        help="give up after this many seconds (default: 600; with --hosts for each step, default: 10)",
+    )
+    check.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        choices=CHECKED,
+        metavar="PART",
+        help="check only this part, such as all_reduce; may be repeated",
+    )
+    _add_hosts(check)
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo", help="start ranks on this host and show the calls of a group, with their times"
+    )
+    demo.add_argument("-n", "--ranks", type=_ranks, default=2, help="number of ranks (default: 2)")
+    demo.add_argument(
+        "--timeout", type=_seconds, default=600.0, help="give up after this many seconds (default: 600)"
+    )
+    demo.add_argument(
+        "--hold",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="go on making calls for so many seconds, and print the command that watches them",
+    )
+
+
+def _add_rank(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     # Internal: `check`, `demo` and `info` start their ranks with this command.
     rank = commands.add_parser("rank")
     rank.add_argument("job", choices=("check", "demo", "start-up"))
@@ -145,7 +156,6 @@ def _parser() -> argparse.ArgumentParser:
     rank.add_argument("--launcher", type=int, required=True)
     rank.add_argument("--only", action="append", default=[])
     rank.add_argument("--hold", type=float, default=0.0)
-    return parser
 
 
 def _add_hosts(check: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ PODS = [
 @pytest.mark.thorough
 def test_the_ranks_of_two_pods_make_a_world() -> None:
     """Both pods run the same command with the controller's variables. A rank that fails ends its pod."""
-    leader, worker = run_on_hosts(__name__, PODS, 1)
+    leader, worker = run_on_hosts(__name__, PODS, 1, deadline_s=300.0)
     assert (leader["status"], worker["status"]) == (0, 0), (leader["printed"], worker["printed"])
     assert "pod of ranks [0, 1]: sum 2 in the pod, 4 in all pods" in leader["printed"]
     assert "pod of ranks [2, 3]: sum 2 in the pod, 4 in all pods" in worker["printed"]

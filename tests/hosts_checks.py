@@ -3,6 +3,8 @@
 import contextlib
 import io
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 from coordinator.cli import main as command
 from coordinator.diagnosis.hosts_check import checking
 from tests.host_namespaces import Host, run_on_hosts
-from tests.hosts import report
+from tests.hosts import ROOT, report
 
 __all__ = ["TWO", "check_on_hosts"]
 
@@ -50,6 +52,9 @@ def check_on_hosts(
 def main(directory: Path, ranks: str, size: str, absent: str, *rest: Any) -> None:
     """Run one rank of `check_on_hosts`."""
     *told, rank = rest
+    for word in [each.partition("/")[2] for each in told if "/torchrun=" in each]:
+        report(directory, rank, _run_torchrun(rank, word.partition("=")[2].split()))
+        return
     if str(rank) in absent.split(","):
         report(directory, rank, {})
         return
@@ -79,3 +84,20 @@ def main(directory: Path, ranks: str, size: str, absent: str, *rest: Any) -> Non
     took_s = time.monotonic() - begin
     found = {"status": status, "out": out.getvalue(), "errors": errors.getvalue(), "took_s": took_s}
     report(directory, rank, found)
+
+
+def _run_torchrun(node: int, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run the check on two ranks of a host under torchrun, whose agents meet first."""
+    words = [
+        *("--nnodes", "2", "--node-rank", str(node), "--master-addr", "10.77.0.1", "--master-port", "29500"),
+        *("--nproc-per-node", "2", "-m", "coordinator", "check", "--hosts", *arguments),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=ROOT,
+        env={**os.environ, "GROUP_COORDINATOR_HOST_ID": os.uname().nodename},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {"status": done.returncode, "out": done.stdout, "errors": done.stderr}

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import re
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.host_namespaces import Host
+from tests.hosts import ROOT
 from tests.hosts_checks import TWO, check_on_hosts
 from tests.probes import requires
 
@@ -243,3 +247,69 @@ def test_settings_and_networks_that_differ_are_named() -> None:
     assert "beta would use 10.66.0.2 on wrong, in the network 10.66.0.0/24" in page
     assert "Gloo at 10.66.0.2 (wrong of beta), because GROUP_COORDINATOR_INTERFACE=wrong says so." in page
     assert "the kernel itself would go to the store from 10.77.0.2" in words_of(ranks[1])
+
+
+@pytest.mark.thorough
+def test_under_torchrun_the_ranks_meet_in_the_store_of_its_agent() -> None:
+    """The agents have met before, so the step that may hang is theirs; the ranks find all that they need."""
+    ranks = check_on_hosts(TWO, 1, {"": ["torchrun=--timeout 10"]})
+    assert [each["status"] for each in ranks] == [0, 0], ranks
+    page = words_of(ranks[0])
+    assert (
+        "torchrun: rank 0 of 4, local rank 0; torchrun's agent serves the store at 10.77.0.1 port 29500"
+        in page
+    )
+    assert "READY: 4 of 4 ranks on 2 hosts, nothing wrong was found" in page
+    assert "rank 2 beta] 5. verdict: no errors" in ranks[1]["out"]
+    assert "[rank 3" not in ranks[1]["out"]
+
+
+@pytest.mark.thorough
+def test_ranks_with_a_secret_meet_in_its_store_and_another_secret_stops() -> None:
+    """The host with the other secret reaches the port, and is not admitted."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # each host has a /tmp of its own
+        files = []
+        for name in ("one", "other"):
+            path = Path(folder) / name
+            path.touch(mode=0o600)
+            path.write_bytes(name.encode() * 32)
+            files.append(f"GROUP_COORDINATOR_SECRET_FILE={path}")
+        alike = checked(TWO, {"": files[:1]})
+        different = checked(TWO, {"": files[:1], "beta": files[1:]})
+    assert [each["status"] for each in alike] == [0, 0], alike
+    assert "READY: 2 of 2 ranks on 2 hosts, nothing wrong was found" in words_of(alike[0])
+    assert [each["status"] for each in different] == [1, 1], different
+    assert "rank 1 did not come to the store" in words_of(different[0])
+    stopped = words_of(different[1])
+    assert "the store answers after" in stopped
+    assert "STOPPED at step 3. all ranks meet in the store" in stopped
+    assert "the secret of this rank is another one" in stopped
+
+
+def without_numbers(text: str) -> list[str]:
+    """Return the lines with blanks, boot ids and numbers made equal."""
+    lines = re.sub(r"boot id [0-9a-f]{8}", "boot id #", text).splitlines()
+    return [
+        " ".join(re.sub(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?", "#", line).split()) for line in lines if line
+    ]
+
+
+@pytest.mark.thorough
+def test_the_page_shows_what_the_command_prints() -> None:
+    """Two healthy hosts, then a host that was given another port: line by line, but for the figures."""
+    page = (ROOT / "docs" / "howto" / "several-hosts.md").read_text()
+    healthy, stopped, verdict, *_ = re.findall(
+        r"^```text\n(.*?)^```$", page.split("## When a start hangs")[1], re.MULTILINE | re.DOTALL
+    )
+    hosts = [
+        Host(name, {"eth0": [f"10.0.0.{number}/24"]}, ["10.0.0.1 n1", "10.0.0.2 n2"])
+        for number, name in ((1, "n1"), (2, "n2"))
+    ]
+    ranks = checked(hosts, {"": ["MASTER_ADDR=n1"]}, ranks=2)
+    assert without_numbers(ranks[0]["out"]) == without_numbers(healthy)
+    ranks = checked(hosts, {"": ["MASTER_ADDR=n1"], "n2": ["MASTER_PORT=29501"]}, ranks=2)
+    lines = without_numbers(ranks[2]["out"])
+    assert lines[-len(without_numbers(stopped)) :] == without_numbers(stopped)
+    lines = without_numbers(ranks[0]["out"])
+    begin = next(number for number, line in enumerate(lines) if line.startswith("NOT READY"))
+    assert lines[begin:][: len(without_numbers(verdict))] == without_numbers(verdict)

@@ -81,15 +81,16 @@ def run_on_hosts(
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    reports = [directory / f"report-{number}" for number in range(len(hosts) * ranks_per_host)]
-    assert all(each.exists() or rank in dead for rank, each in enumerate(reports)), output
-    found = [json.loads(each.read_text()) if each.exists() else {} for each in reports]
-    shutil.rmtree(directory)
-    return found
+        try:
+            output, _ = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        reports = [directory / f"report-{number}" for number in range(len(hosts) * ranks_per_host)]
+        assert all(each.exists() or rank in dead for rank, each in enumerate(reports)), output
+        return [json.loads(each.read_text()) if each.exists() else {} for each in reports]
+    finally:
+        shutil.rmtree(directory)
 
 
 def hosts_file(directory: Path, host: str) -> Path:

@@ -15,10 +15,13 @@ __all__ = ["Link", "State", "beat_period_s"]
 # A beat is due at this part of `lost_after_s`, and at most this many seconds, behind the last one.
 _PERIOD_PART: Final = 0.25
 _LONGEST_PERIOD_S: Final = 0.5
+# A host is not lost before this: the kernel sends a beat that got lost again after 0.2 s at the earliest.
+_LEAST_S: Final = 0.5
 # Beats without one in return, before the kernel's keepalives alone are left: a rank that waits for nobody reads none,
 # and the memory for what it has not read is limited.
 UNANSWERED_BEATS: Final = 16384
 _KEEPALIVES: Final = 3
+_READ_BYTES: Final = 4096
 
 # struct tcp_info of include/uapi/linux/tcp.h: tcpi_unacked, and tcpi_last_ack_recv in milliseconds.
 _UNACKED, _LAST_ACK = 24, 56
@@ -49,7 +52,7 @@ class _Seen(NamedTuple):
 
 def beat_period_s(lost_after_s: float) -> float:
     """Return the time between two beats of a rank that waits, in seconds."""
-    return min(lost_after_s * _PERIOD_PART, _LONGEST_PERIOD_S)
+    return min(max(lost_after_s, _LEAST_S) * _PERIOD_PART, _LONGEST_PERIOD_S)
 
 
 class Link:
@@ -67,7 +70,7 @@ class Link:
         self.name = name
         self.reason = ""
         self._connection = connection
-        self._lost_after_s = lost_after_s
+        self._lost_after_s = max(lost_after_s, _LEAST_S)
         self._period_s = beat_period_s(lost_after_s)
         self._beats_left = UNANSWERED_BEATS
         self._next_beat = 0.0
@@ -109,9 +112,9 @@ class Link:
     def _drain(self) -> bool:
         """Read all that has come; return whether the other end is open."""
         try:
-            while received := self._connection.recv(UNANSWERED_BEATS):
+            while received := self._connection.recv(_READ_BYTES):
                 self._beats_left = UNANSWERED_BEATS
-                if len(received) < UNANSWERED_BEATS:
+                if len(received) < _READ_BYTES:
                     return True
         except BlockingIOError:
             return True

@@ -24,6 +24,7 @@ from coordinator.heartbeats.partners import REACH, partners_of
 from coordinator.heartbeats.watching import Heartbeats
 from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
+from tests.counting_store import CountingStore, Traffic
 from tests.waiting import wait_until
 
 LOST_AFTER_S = 0.8
@@ -36,9 +37,12 @@ def no_check() -> None:
 
 
 def join(
-    store: dist.Store, all_beats: dict[int, Heartbeats], ranks: Sequence[int], port_of: str = "127.0.0.1"
+    store: dist.Store | list[dist.Store], all_beats: dict[int, Heartbeats], ranks: Sequence[int]
 ) -> dict[int, BaseException]:
-    """Let each of `ranks`, each on a host of its own, join with all others in a thread; return the errors."""
+    """Let each of `ranks`, each on a host of its own, join with all others in a thread; return the errors.
+
+    They share a store, or each has its own view of it.
+    """
     errors: dict[int, BaseException] = {}
 
     def body(rank: int) -> None:
@@ -48,8 +52,8 @@ def join(
                 all_beats[rank],
                 rank,
                 partners,
-                store,
-                port_of,
+                store[rank] if isinstance(store, list) else store,
+                "127.0.0.1",
                 serves_store=rank == 0,
                 check=no_check,
                 where=f"test (rank {rank})",
@@ -161,6 +165,18 @@ def test_links_are_opened_once_shared_and_closed_with_their_last_user() -> None:
             beats[rank].release([each for each in range(3) if each != rank])
             assert beats[rank].names(range(3)) == names[rank]
     assert _descriptors() == before
+
+
+def test_a_rank_asks_the_store_for_two_things() -> None:
+    """It puts its page there, and gets those of its partners at once, however many they are."""
+    server, traffic = dist.HashStore(), [Traffic() for _ in range(4)]
+    with ExitStack() as stack:
+        beats = {rank: Heartbeats(LOST_AFTER_S) for rank in range(4)}
+        for rank in range(4):
+            stack.callback(beats[rank].release, [each for each in range(4) if each != rank])
+        stores: Any = [CountingStore(lambda: server, each) for each in traffic]
+        assert join(stores, beats, range(4)) == {}
+    assert [each.names for each in traffic] == [["set", "multi_get"]] * 4
 
 
 def test_a_pair_that_has_lost_one_end_opens_a_new_link() -> None:
@@ -336,7 +352,7 @@ def test_beats_are_as_rare_as_the_setting_allows() -> None:
             assert link.look(100.0 + tenth * links.beat_period_s(LOST_AFTER_S) / 5) is State.OPEN
             _acknowledged(link)
         assert theirs.recv(100) == b"..."
-    assert (links.beat_period_s(0.8), links.beat_period_s(60.0)) == (0.2, 0.5)
+    assert [links.beat_period_s(seconds) for seconds in (0.01, 0.8, 60.0)] == [0.125, 0.2, 0.5]
 
 
 def _acknowledged(link: Link) -> None:

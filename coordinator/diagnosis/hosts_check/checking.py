@@ -24,7 +24,7 @@ from coordinator.diagnosis.hosts_check.records import Link, LinkFailure, Plan, R
 from coordinator.diagnosis.hosts_check.rounds import rounds_of
 from coordinator.launchers.launch import Caller
 from coordinator.settings import CoordinatorSettings
-from shm_broadcast.errors import CommError, CommTimeoutError
+from shm_broadcast.errors import CommError, CommTimeoutError, NativeError
 from shm_broadcast.liveness import name_host
 
 __all__ = ["Check", "Outcome"]
@@ -187,16 +187,22 @@ class Check:
         show: Callable[[Verdict], None],
     ) -> Outcome:
         gathering.arrive()
+        begin = time.monotonic()
         try:
             gathering.tell(f"facts/{launched.rank}", facts)
-        except CommTimeoutError as error:
+            gathering.mark("told", str(launched.rank))
+            # The store answers questions only, and in the order in which they came behind what was told.
+            gathering.has("told")
+        except (CommTimeoutError, NativeError) as error:
+            # Rank 0 waits as long as this rank, and may end first.
+            if time.monotonic() - begin < self._timeout_s / 2:
+                raise
             raise stop(
                 "the store took a few bytes from this rank, and did not take one or two KB: small packets pass, "
                 "and "
                 "large ones do not",
                 f"the MTU on the way to {launched.host}: `ip link`, `ping -M do -s 1472 {launched.host}`",
             ) from error
-        gathering.mark("told", str(launched.rank))
         if launched.rank:
             return self._follow(launched, gathering)
         return self._lead(launched, gathering, show)

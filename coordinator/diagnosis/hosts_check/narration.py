@@ -8,7 +8,7 @@ from typing import Final, TextIO
 
 from coordinator.diagnosis.hosts_check.records import Finding
 
-__all__ = ["STEPS", "WIDTH", "Narrator", "Stopped", "stop"]
+__all__ = ["STEPS", "WIDTH", "Narrator", "Stopped", "printable", "stop"]
 
 WIDTH: Final = 120
 """Columns of all output."""
@@ -38,6 +38,11 @@ class Stopped(Exception):  # noqa: N818 - it is where the check ends, which may 
 def stop(text: str, look_at: str) -> Stopped:
     """Return what to raise where the check cannot go on."""
     return Stopped(Finding("error", text, look_at))
+
+
+def printable(text: str) -> str:
+    """Return the text without control characters: names of hosts may come from a store that anybody can write to."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 class Narrator:
@@ -75,7 +80,11 @@ class Narrator:
         """Say something about the step."""
         width = max(WIDTH - len(self._prefix), 40)
         self._kept += textwrap.wrap(
-            text, width, initial_indent=indent, subsequent_indent=indent + "   ", break_long_words=True
+            printable(text),
+            width,
+            initial_indent=indent,
+            subsequent_indent=indent + "   ",
+            break_long_words=True,
         )
         if self._is_loud is not None:
             self._flush()

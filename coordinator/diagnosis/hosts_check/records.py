@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal
 
 import msgspec
@@ -77,6 +78,13 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     remote_ports: _Short
     versions: dict[_Short, _Short]
     settings: _Short
+
+    def __post_init__(self) -> None:
+        """Check the addresses, which may come from a store that anybody can write to."""
+        for address in (self.address, *self.master_addresses):
+            ipaddress.ip_address(address.partition("%")[0])
+        for address in (each for interface in self.interfaces for each in interface.addresses):
+            ipaddress.ip_interface(address)
 
 
 class Plan(msgspec.Struct, frozen=True):

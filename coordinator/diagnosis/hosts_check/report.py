@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from coordinator.diagnosis.hosts_check.judging import listed
-from coordinator.diagnosis.hosts_check.narration import WIDTH
+from coordinator.diagnosis.hosts_check.narration import WIDTH, printable
 from coordinator.diagnosis.hosts_check.records import HostRow, Verdict
 
 __all__ = ["report"]
@@ -30,7 +30,7 @@ def report(verdict: Verdict) -> str:
         lines += ["", *_tables(verdict)]
     lines += ["", "what groups would use"]
     lines += [line for sentence in verdict.used for line in _wrapped(sentence)]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(printable(line.rstrip()) for line in lines)
 
 
 def _headline(verdict: Verdict) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -211,6 +212,26 @@ def test_a_switch_that_drops_large_packets_is_told_from_a_firewall() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.guarantee("H1")
+def test_a_switch_that_drops_what_a_rank_tells_the_store_is_seen_in_the_meeting() -> None:
+    """The rank comes by a few bytes, and its facts do not: both ends say so, and neither hangs."""
+    lone = "ip link set eth0 gso_max_segs 1"
+    hosts = [
+        dataclasses.replace(TWO[0], setup=[lone]),
+        dataclasses.replace(TWO[1], setup=[lone, f"{SWITCH} ip link set h0-eth0 mtu 400"]),
+    ]
+    ranks = checked(hosts)
+    assert [each["status"] for each in ranks] == [1, 1], ranks
+    page = words_of(ranks[0])
+    assert "rank 1 came, and then one or two KB from there did not" in page
+    assert "did not come to the store" not in page
+    stopped = words_of(ranks[1])
+    assert "STOPPED at step 3. all ranks meet in the store" in stopped
+    assert "the store took a few bytes from this rank, and did not take one or two KB" in stopped
+    assert "the MTU on the way to 10.77.0.1" in stopped
+
+
+@pytest.mark.thorough
 def test_hosts_that_report_one_boot_id_are_a_warning() -> None:
     """These two have one kernel, as containers of one machine have."""
     ranks = checked(TWO, {"": ["GROUP_COORDINATOR_HOST_ID="]})
@@ -272,7 +293,7 @@ def test_ranks_with_a_secret_meet_in_its_store_and_another_secret_stops() -> Non
         for name in ("one", "other"):
             path = Path(folder) / name
             path.touch(mode=0o600)
-            path.write_bytes(name.encode() * 32)
+            path.write_bytes(os.urandom(64))
             files.append(f"GROUP_COORDINATOR_SECRET_FILE={path}")
         alike = checked(TWO, {"": files[:1]})
         different = checked(TWO, {"": files[:1], "beta": files[1:]})

@@ -338,3 +338,26 @@ def test_the_verdict_survives_json() -> None:
     """`--json` prints all that the page says."""
     verdict = judge(with_link(gathered_of(3), link_of(0, 1, failure=LinkFailure("refused", "x"))))
     assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"address": "a name"},
+        {"master_addresses": ("10.0.0.1", "")},
+        {"interfaces": (Interface("eth0", ("10.0.0.1/99",), 1500),)},
+        {"hostname": "x" * 2000},
+    ],
+)
+def test_facts_from_the_store_that_make_no_sense_are_refused(changed: dict[str, Any]) -> None:
+    """Anybody who reaches a store without a secret can write there."""
+    written = msgspec.to_builtins(facts_of(0, 0)) | msgspec.to_builtins(changed)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(msgspec.json.encode(written), type=RankFacts)
+
+
+def test_names_from_the_store_cannot_steer_the_terminal() -> None:
+    """Control characters are shown as question marks."""
+    page = report(judge(gathered_of(2, {1: {"hostname": "n1\x1b[2J\n"}})))
+    assert "n1?[2J" in page
+    assert "\x1b" not in page

@@ -39,7 +39,8 @@ def check_on_hosts(
     Args:
         hosts: The hosts.
         ranks_per_host: Ranks on each.
-        words: By name of a host, or "" for all: further variables, `NAME=VALUE`, and arguments of the command.
+        words: By name of a host, or "" for all: further variables, `NAME=VALUE`, and arguments of the command, in which
+            `{rank}` stands for the rank; `torchrun=` and arguments runs two ranks per host under it.
         absent: Ranks that do not come.
         world_size: What the launcher says; by default as many as there are.
     """
@@ -59,7 +60,10 @@ def main(directory: Path, ranks: str, size: str, absent: str, *rest: Any) -> Non
         report(directory, rank, {})
         return
     mine = [
-        word for each in told for host, _, word in [each.partition("/")] if host in ("", os.uname().nodename)
+        word.replace("{rank}", str(rank))
+        for each in told
+        for host, _, word in [each.partition("/")]
+        if host in ("", os.uname().nodename)
     ]
     variables = dict(word.split("=", 1) for word in mine if "=" in word and not word.startswith("-"))
     arguments = [word for word in mine if word.startswith("-") or "=" not in word]

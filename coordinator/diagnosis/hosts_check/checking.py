@@ -343,7 +343,8 @@ def _links_of(gathering: Gathering, plan: Plan) -> tuple[Link, ...]:
                 continue
             key = f"link/{source}/{target}"
             if gathering.has(key):
-                links.append(gathering.read(key, Link))
+                link = gathering.read(key, Link)
+                links.append(msgspec.structs.replace(link, source=source, target=target))
                 continue
             text = f"rank {source} has not said what it found"
             failure = LinkFailure("nobody answered", text)

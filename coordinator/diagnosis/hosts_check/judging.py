@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
 
 import msgspec
 
 from coordinator.addresses.names import is_loopback
+from coordinator.diagnosis.hosts_check.pairs import MTU_ADVICE, broken_links, clocks_apart, slow_links
 from coordinator.diagnosis.hosts_check.records import Finding, HostRow, Link, RankFacts, Verdict
 
 __all__ = ["Gathered", "hosts_of", "judge", "listed"]
-
-SLOWER: Final = 5.0
-"""How much slower than the median a pair must be to be named."""
-CLOCK_MS: Final = 1000.0
-"""How far clocks may be apart."""
 
 
 class Gathered(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +48,12 @@ def judge(gathered: Gathered) -> Verdict:
         *_absences(gathered, hosts),
         *_hidden(hosts),
         *_disagreements(gathered.facts),
-        *_broken_links(gathered, names),
+        *broken_links(gathered.facts, gathered.links, names),
         *_clones(hosts),
         *_networks(hosts, names),
         *_packet_sizes(hosts, names),
-        *_slow_links(gathered.links, names),
-        *_clocks(gathered.links, names),
+        *slow_links(gathered.links, names),
+        *clocks_apart(gathered.links, names),
     ]
     missing = tuple(rank for rank in range(gathered.world_size) if rank not in gathered.arrived)
     return Verdict(
@@ -134,7 +128,7 @@ def _absences(gathered: Gathered, hosts: Sequence[Sequence[RankFacts]]) -> Itera
             "error",
             f"{_ranks(silent)} came, and then one or two KB from there did not: small messages pass and large ones "
             "do not, or the process has ended",
-            _MTU_ADVICE,
+            MTU_ADVICE,
         )
 
 
@@ -150,13 +144,6 @@ def _hidden_store(hosts: Sequence[Sequence[RankFacts]]) -> Iterator[Finding]:
                 f"/etc/hosts on {facts.hostname}, where some distributions write 127.0.1.1; or use the address in "
                 "the network as the master's",
             )
-
-
-_MTU_ADVICE: Final = (
-    "the MTU of the interfaces, bridges, tunnels and switches on the way: `ip link`, `ping -M do -s 1472 ADDRESS` "
-    "(8972 "
-    "for jumbo frames); a firewall that drops ICMP hides it"
-)
 
 
 def _hidden(hosts: Sequence[Sequence[RankFacts]]) -> Iterator[Finding]:
@@ -209,56 +196,6 @@ def _spread(holders: Mapping[str, Sequence[int]], facts: Mapping[int, RankFacts]
         hostnames = [facts[rank].hostname for rank in ranks]
         texts.append(f"{value} on {_some(hostnames, 4)} ({_ranks(ranks)})")
     return "; ".join(texts)
-
-
-def _broken_links(gathered: Gathered, names: Mapping[int, str]) -> Iterator[Finding]:
-    works = {(link.source, link.target): link.failure is None for link in gathered.links}
-    for link in gathered.links:
-        if link.failure is None:
-            continue
-        kind = link.failure.kind
-        source, target = (_name(rank, names, gathered.facts) for rank in (link.source, link.target))
-        other_way = works.get((link.target, link.source))
-        back = f"; {target} reaches {source}" if other_way and kind != "large messages" else ""
-        fails = "loses large packets on the way to" if kind == "large messages" else "does not reach"
-        yield Finding(
-            "error", f"{source} {fails} {target}: {link.failure.text}{back}", _advice(link, gathered)
-        )
-
-
-def _advice(link: Link, gathered: Gathered) -> str:
-    kind = link.failure.kind if link.failure is not None else "error"
-    address = link.address.partition(" ")[0]
-    target = gathered.facts.get(link.target)
-    if kind == "large messages":
-        sizes = {
-            facts.hostname: mtu
-            for facts in (gathered.facts.get(link.source), target)
-            if facts is not None
-            for mtu in [next((each.mtu for each in facts.interfaces if each.name == facts.interface), None)]
-        }
-        own = ", ".join(f"{name} {mtu}" for name, mtu in sizes.items())
-        return f"{_MTU_ADVICE}. The ends have {own}"
-    if kind in ("refused", "timed out"):
-        does = "rejects" if kind == "refused" else "drops"
-        return (
-            f"a firewall on the way to {address} that lets the store's port through and {does} others: Gloo and "
-            "queues "
-            "listen on any port of `net.ipv4.ip_local_port_range` (see Ports for a firewall, several-hosts.md)"
-        )
-    if kind == "no route":
-        return (
-            f"`ip route get {address}` on the host that connects: its interface "
-            f"{_interface(gathered.facts.get(link.source))} is not in the network of {_interface(target)}; "
-            "GROUP_COORDINATOR_INTERFACE chooses another one"
-        )
-    if kind in ("no listener", "nobody answered"):
-        return f"the output of rank {link.target}, which has ended, hangs, or may not listen there"
-    return f"the output of rank {link.target}; a middlebox that ends connections"
-
-
-def _interface(facts: RankFacts | None) -> str:
-    return "unknown" if facts is None else f"{facts.interface} ({facts.address} of {facts.hostname})"
 
 
 # --- what may do harm -----------------------------------------------------------------------------------------
@@ -326,58 +263,6 @@ def _packet_sizes(hosts: Sequence[Sequence[RankFacts]], names: Mapping[int, str]
         )
 
 
-def _slow_links(links: Sequence[Link], names: Mapping[int, str]) -> Iterator[Finding]:
-    rates = {
-        way: rate
-        for link in links
-        for way, rate in (
-            ((link.source, link.target), link.sent_gbit),
-            ((link.target, link.source), link.received_gbit),
-        )
-        if rate is not None
-    }
-    trips = {
-        (link.source, link.target): link.round_trip_us for link in links if link.round_trip_us is not None
-    }
-    # With one pair there are two directions, and the median lies between them: the faster one counts then.
-    usual = (max if len(rates) <= 2 else statistics.median)(rates.values()) if rates else 0.0
-    for (source, target), rate in rates.items():
-        if rate * SLOWER < usual:
-            yield Finding(
-                "warning",
-                f"{names[source]} sends {rate:.3g} Gbit/s to {names[target]}, and {usual:.3g} Gbit/s is usual here",
-                "the cable, the switch port and the negotiated speed (`ethtool INTERFACE`), and what else uses "
-                "that line",
-            )
-    if len(trips) < 2:
-        return
-    usual = statistics.median(trips.values())
-    for (source, target), trip in trips.items():
-        if trip > SLOWER * usual:
-            yield Finding(
-                "warning",
-                f"a message from {names[source]} to {names[target]} and back takes {trip:.0f} us, and {usual:.0f} "
-                "us is "
-                "usual here",
-                "whether that way goes over more switches or another network, and how busy both hosts are",
-            )
-
-
-def _clocks(links: Iterable[Link], names: Mapping[int, str]) -> Iterator[Finding]:
-    first = min(names, default=0)
-    for link in links:
-        if link.source != first or link.clock is None or link.clock.error_ns is None:
-            continue
-        ahead_ms = -link.clock.offset_ns / 1e6
-        if abs(ahead_ms) - link.clock.error_ns / 1e6 > CLOCK_MS:
-            what = "ahead of" if ahead_ms > 0 else "behind"
-            yield Finding(
-                "warning",
-                f"the clock of {names[link.target]} is {abs(ahead_ms) / 1e3:.1f} s {what} that of {names[first]}",
-                "NTP or chrony on both (`timedatectl`): logs of the hosts do not line up; groups do not mind",
-            )
-
-
 # --- what would be used ---------------------------------------------------------------------------------------
 
 
@@ -419,7 +304,3 @@ def _some(names: Iterable[str], most: int = 8) -> str:
 def _ranks(ranks: Iterable[int]) -> str:
     text = listed(ranks)
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
-
-
-def _name(rank: int, names: Mapping[int, str], facts: Mapping[int, RankFacts]) -> str:
-    return names.get(rank) or (facts[rank].hostname if rank in facts else f"the host of rank {rank}")

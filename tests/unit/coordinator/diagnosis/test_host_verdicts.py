@@ -271,6 +271,43 @@ def test_a_pair_five_times_slower_than_the_median_is_named() -> None:
     assert judge(with_link(gathered_of(4), link_of(1, 2, round_trip_us=499.0))).findings == ()
 
 
+@pytest.mark.parametrize(
+    ("end", "what"),
+    [
+        (0, "n2 sends at most 1.2 Gbit/s to any other host"),
+        (1, "n2 gets at most 1.2 Gbit/s from any other host"),
+    ],
+)
+def test_a_host_that_is_slow_in_one_direction_is_named_once(end: int, what: str) -> None:
+    """Its cable is at fault, and not four pairs."""
+    gathered = gathered_of(5)
+    for number, other in enumerate((0, 1, 3, 4)):
+        source, target = min(other, 2), max(other, 2)
+        is_sending = (source == 2) == (end == 0)
+        rate = 1.2 - number / 10
+        changed = {"sent_gbit": rate} if is_sending else {"received_gbit": rate}
+        gathered = with_link(gathered, link_of(source, target, **changed))
+    level, text, _ = only(judge(gathered))
+    assert (level, text) == ("warning", f"{what}, and 9 Gbit/s is usual here")
+
+
+def test_a_host_that_is_cut_off_is_named_once_for_each_direction() -> None:
+    """As one with a firewall of its own: the others need no line each."""
+    gathered = gathered_of(4)
+    for source, target in itertools.permutations(range(4), 2):
+        if 1 in (source, target):
+            failure = LinkFailure("timed out", f"10.0.0.{target + 1} port 40000 did not answer")
+            changed: dict[str, Any] = {"failure": failure}
+            if source < target:
+                changed |= {"round_trip_us": None, "sent_gbit": None, "received_gbit": None}
+            gathered = with_link(gathered, link_of(source, target, **changed))
+    verdict = judge(gathered)
+    assert [each.text for each in verdict.findings] == [
+        "n1 does not reach any other host: 10.0.0.1 port 40000 did not answer",
+        "no other host reaches n1: 10.0.0.2 port 40000 did not answer",
+    ]
+
+
 def test_between_two_hosts_the_directions_are_compared() -> None:
     """There is no median of pairs, but one direction may be ten times slower than the other."""
     level, text, _ = only(judge(with_link(gathered_of(2), link_of(0, 1, sent_gbit=0.9))))

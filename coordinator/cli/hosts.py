@@ -8,7 +8,7 @@ import msgspec
 
 from coordinator.diagnosis.hosts_check.checking import Check
 from coordinator.diagnosis.hosts_check.narration import Narrator, Stopped
-from coordinator.diagnosis.hosts_check.records import Verdict
+from coordinator.diagnosis.hosts_check.records import Finding, Verdict
 from coordinator.diagnosis.hosts_check.report import report
 from coordinator.launchers.launch import Caller
 
@@ -42,4 +42,9 @@ def check_hosts(init_method: str, caller: Caller, timeout_s: float, *, as_json: 
             rank, size = (-1, 0) if launched is None else (launched.rank, launched.world_size)
             show(Verdict(rank=rank, world_size=size, stopped_at=narrator.title, findings=stopped.findings))
         check.linger()
+        return 1
+    except KeyboardInterrupt:
+        narrator.fail(
+            [Finding("error", "interrupted", "the last line above: what this rank was waiting for")]
+        )
         return 1

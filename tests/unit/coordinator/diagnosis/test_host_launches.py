@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.addresses.names import addresses_of
 from coordinator.cli import main
-from coordinator.diagnosis.hosts_check import facts
+from coordinator.diagnosis.hosts_check import checking, facts
 from coordinator.diagnosis.hosts_check.checking import Check
 from coordinator.diagnosis.hosts_check.facts import choose_address, collect_facts
 from coordinator.diagnosis.hosts_check.interfaces import carrier_of, list_interfaces
@@ -258,6 +258,22 @@ def test_the_command_names_the_step_and_the_culprit(
     printed = capsys.readouterr().out
     assert "STOPPED at step 1. what the launcher says" in printed
     assert "torchrun ... -m coordinator check --hosts" in " ".join(printed.split())
+
+
+def test_an_interrupted_check_says_at_which_step_it_was(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who has waited long enough presses Ctrl-C."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checking, "collect_facts", interrupt)
+    words = ["--init-method", "tcp://127.0.0.1:29500", "--rank", "0", "--world-size", "2"]
+    assert main(["check", "--hosts", *words]) == 1
+    printed = capsys.readouterr().out
+    assert "STOPPED at step 2. this host, and the way to the store" in printed
+    assert "error: interrupted" in printed
 
 
 @pytest.mark.parametrize(

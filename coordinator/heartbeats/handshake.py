@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
-from shm_broadcast.errors import CommTimeoutError, NativeError
+from shm_broadcast.descriptors import refusal
+from shm_broadcast.errors import CapabilityError, CommTimeoutError, NativeError
 
 __all__ = ["TOKEN_BYTES", "Meeting", "Opened", "Target", "listen_at"]
 
@@ -89,6 +90,11 @@ def _proof(token: bytes, word: bytes, challenge: bytes, caller: int, host: int) 
     return hmac.digest(token, word + challenge + _RANK.pack(caller) + _RANK.pack(host), "sha256")
 
 
+def _refused(error: OSError) -> CapabilityError:
+    """Return the error for a socket that the kernel does not open."""
+    return refusal("socket", "carries heartbeats to the other hosts", error, "a free file descriptor")
+
+
 class _Guest:
     """A connection that came to the listener, and has not proved yet who it is."""
 
@@ -133,7 +139,7 @@ class Meeting:
         self._calls = {partner: _Call(partner, target) for partner, target in targets.items()}
         self._guests: list[_Guest] = []
         self._opened: dict[int, Opened] = {}
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.PollSelector()
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -151,6 +157,7 @@ class Meeting:
         Raises:
             CommTimeoutError: Not in time; `.missing` names the partners.
             NativeError: A partner's host refuses connections.
+        CapabilityError: The kernel opens no more sockets.
         """
         end, next_check = time.monotonic() + timeout_s, time.monotonic() + _SLICE_S
         try:
@@ -196,6 +203,8 @@ class Meeting:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
+        except OSError as error:
+            raise _refused(error) from error
         try:
             guest = _Guest(connection)
         except OSError:  # gone already
@@ -269,7 +278,10 @@ class Meeting:
 
     def _begin(self, call: _Call) -> None:
         family, target = _resolved(call.target.address, call.target.port)
-        call.connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            call.connection = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise _refused(error) from error
         call.connection.setblocking(False)
         call.received, call.challenge = bytearray(), b""
         result = call.connection.connect_ex(target)

@@ -20,7 +20,11 @@ _LEAST_S: Final = 0.5
 # Beats without one in return, before the kernel's keepalives alone are left: a rank that waits for nobody reads none,
 # and the memory for what it has not read is limited.
 UNANSWERED_BEATS: Final = 16384
-_KEEPALIVES: Final = 3
+# So many probes of the kernel must get no answer: while nobody waits, a network may be silent for some seconds.
+_KEEPALIVES: Final = 10
+_KEEPALIVE_PART: Final = 1 / 3
+# include/uapi/linux/tcp.h: send a lost beat again at equal intervals, not at longer and longer ones, for six times.
+_THIN_LINEAR_TIMEOUTS: Final = 16
 _READ_BYTES: Final = 4096
 
 # struct tcp_info of include/uapi/linux/tcp.h: tcpi_unacked, and tcpi_last_ack_recv in milliseconds.
@@ -133,12 +137,13 @@ class Link:
 
 
 def _keep_alive(connection: socket.socket, lost_after_s: float) -> None:
-    """Let the kernel look for the other host where no beat is in flight, in whole seconds."""
+    """Let the kernel look for the other host where no beat is in flight, and send lost beats again soon."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, _seconds(lost_after_s)),
-        (socket.TCP_KEEPINTVL, _seconds(lost_after_s / _KEEPALIVES)),
+        (socket.TCP_KEEPINTVL, _seconds(lost_after_s * _KEEPALIVE_PART)),
         (socket.TCP_KEEPCNT, _KEEPALIVES),
+        (_THIN_LINEAR_TIMEOUTS, 1),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 

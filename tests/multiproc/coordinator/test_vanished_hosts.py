@@ -41,7 +41,11 @@ DESTROY_S = 2.0
 CUT_S = 0.4
 STOPPED_S = 3 * LOST_AFTER_S
 # What the kernel takes to find a vanished host by itself.
-IDLE_S = 2 * LOST_AFTER_S + 6.0
+IDLE_S = 5 * LOST_AFTER_S + 12.0
+# A network that pauses for less than half of the setting loses nobody.
+PATIENT_S, PAUSE_S = 6.0, 1.5
+# One more host than those of which each watches all others.
+RING = 17
 LATE, KEEPALIVES = "barrier long after", "barrier without beats"
 
 Call = Callable[[GroupCoordinator, int], Any]
@@ -62,17 +66,17 @@ CALLS: dict[str, Call] = {
 
 
 @contextmanager
-def world(port: int, rank: int, master: int = 0) -> Iterator[GroupCoordinator]:
+def world(
+    port: int, rank: int, size: int = len(RANKS), lost_after_s: float = LOST_AFTER_S
+) -> Iterator[GroupCoordinator]:
     settings = CoordinatorSettings.resolve(
         {},
         timeout_s=60.0,
         create_timeout_s=60.0,
         destroy_timeout_s=DESTROY_S,
-        remote={"lost_after_s": LOST_AFTER_S},
+        remote={"lost_after_s": lost_after_s},
     )
-    init_distributed_environment(
-        len(RANKS), rank, f"tcp://10.78.0.1:{port}", backend="gloo", settings=settings
-    )
+    init_distributed_environment(size, rank, f"tcp://10.78.0.1:{port}", backend="gloo", settings=settings)
     try:
         yield get_world_group()
     finally:
@@ -144,6 +148,36 @@ def run(name: str, host: int, port: int, rank: int, directory: Path) -> dict[str
     gc.collect()
     found["leaks"] = leaked_since(before)
     return found
+
+
+def pause(port: int, rank: int, directory: Path) -> dict[str, Any]:
+    """Let the network of host 2 be silent for a time while the others wait for rank 4."""
+    with world(port, rank, lost_after_s=PATIENT_S) as group:
+        group.barrier()
+        meet(rank, RANKS, directory, "begin-pause")
+        if rank == 4:
+            cut("down")
+            time.sleep(PAUSE_S)
+            cut("up")
+        found = outcome_of(group.barrier)
+        meet(rank, RANKS, directory, "end-pause")
+    return found
+
+
+def lose_in_ring(port: int, rank: int, directory: Path) -> dict[str, Any]:
+    """Let the last one of `RING` hosts, with a rank each, vanish, while the others wait for it."""
+    ranks, last = range(RING), RING - 1
+    with world(port, rank, RING) as group:
+        partners = sorted(beats_of(group).names(ranks))
+        meet(rank, ranks, directory, "begin-ring")
+        if rank == last:
+            cut("down")
+        found = {} if rank == last else outcome_of(group.barrier)
+        meet(rank, ranks, directory, "end-ring")
+        if rank == last:
+            cut("up")
+        meet(rank, ranks, directory, "up-ring")
+    return found | {"partners": partners}
 
 
 def stay(group: GroupCoordinator, rank: int, directory: Path) -> dict[str, Any]:
@@ -222,6 +256,29 @@ def test_a_rank_that_leaves_stops_or_dies_is_no_vanished_host(sample: Sample) ->
 
 
 @pytest.mark.thorough
+@pytest.mark.guarantee("V3")
+def test_a_network_that_pauses_loses_no_host() -> None:
+    """The beats that got lost are sent again, and the call goes on."""
+    ranks = run_on_hosts(__name__, HOSTS, 2, "pause")
+    for each in ranks:
+        assert each["pause"]["kind"] == "NoneType", each
+    assert ranks[0]["pause"]["seconds"] > PAUSE_S
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("V1")
+def test_hosts_that_do_not_watch_the_vanished_one_hear_of_it() -> None:
+    """Of 17 hosts each watches 14. The two that do not watch the last one read the failure record."""
+    hosts = [Host(f"h{number}", {"net": [f"10.78.0.{number}/24"]}) for number in range(1, RING + 1)]
+    *survivors, lost = [each["ring"] for each in run_on_hosts(__name__, hosts, 1, "ring")]
+    assert [len(each["partners"]) for each in (*survivors, lost)] == [14] * RING
+    assert len([each for each in survivors if RING - 1 not in each["partners"]]) == 2
+    for each in survivors:
+        assert (each["kind"], each["peers"]) == ("PeerLostError", [RING - 1]), each
+        assert each["seconds"] < PROMPT_S
+
+
+@pytest.mark.thorough
 @pytest.mark.guarantee("V1")
 @pytest.mark.guarantee("V2")
 @pytest.mark.parametrize("host", [0, 2])
@@ -247,12 +304,18 @@ def test_a_vanished_host_is_named_within_a_second_of_its_time(name: str, host: i
     assert_named(found, host, bound_s, "PeerLostError" if name == "create" else "GroupBrokenError")
 
 
+APART = {"pause": pause, "ring": lose_in_ring}
+
+
 def main(directory: Path, words: str, rank: int) -> None:
     """Run one rank in all scenarios, one after the other."""
     found = {}
     for number, word in enumerate(words.split(",")):
         name, _, host = word.partition("/")
-        found[word] = run(name, int(host), 29601 + number, rank, directory)
+        if name in APART:
+            found[word] = APART[name](29601 + number, rank, directory)
+        else:
+            found[word] = run(name, int(host), 29601 + number, rank, directory)
         if rank == 5:  # it may die in the next one
             report(directory, rank, found)
     report(directory, rank, found)

@@ -97,7 +97,8 @@ def test_the_communicators_in_inference_mode(ranks2: RankPool, is_general: bool)
 @pytest.mark.guarantee("D2")
 @pytest.mark.guarantee("D3")
 @pytest.mark.guarantee("D5")
-@pytest.mark.parametrize("is_general", GLOO_IF_THOROUGH)
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
 def test_the_communicators_of_three_ranks(ranks3: RankPool, is_general: bool) -> None:
     """Three ranks conform, of which no tensor size is a multiple."""
     name = "ProcessGroupCommunicator" if is_general else "SharedMemoryCommunicator"

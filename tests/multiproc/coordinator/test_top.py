@@ -200,7 +200,7 @@ def read_until(terminal_: int, is_enough: Callable[[str], bool]) -> str:
     return text
 
 
-@pytest.mark.parametrize("key", [b"q", None])
+@pytest.mark.parametrize("key", [b"q", pytest.param(None, marks=pytest.mark.thorough)])
 def test_in_a_terminal_it_has_a_screen_that_q_and_ctrl_c_end(shown: ShownCalls, key: bytes | None) -> None:
     """The terminal is as it was before: the other screen, the cursor and the echo of keys are back."""
     del shown

@@ -46,7 +46,7 @@ def printed_by(*arguments: str) -> str:
 
 @pytest.mark.slow
 @requires("compiler")
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", ["nccl-calls", pytest.param("kernel-calls", marks=pytest.mark.thorough)])
 def test_a_benchmark_of_calls_prints_its_rows(name: str, tmp_path: Path) -> None:
     """Each form has a row with a median that is at least the least figure, and the file has the same rows."""
     if name == "kernel-calls":
@@ -79,6 +79,7 @@ def test_the_cost_of_showing_calls_is_measured_in_turn(tmp_path: Path) -> None:
     assert all(isinstance(written[name]["difference_ns"], float) for name in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_time_of_a_rebuild_is_measured(tmp_path: Path) -> None:
     """The ranks that are left notice the kill before they go on, and that before a new process has joined."""
@@ -114,6 +115,7 @@ def test_a_start_is_simulated_with_costs_that_are_measured(tmp_path: Path) -> No
     assert 0 < few["over_s"][0] < few["over_s"][1] < many["over_s"][1]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_share_of_top_is_that_of_the_command_itself(tmp_path: Path) -> None:
     """It draws on a terminal meanwhile, and takes more than nothing."""

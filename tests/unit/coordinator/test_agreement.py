@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from coordinator.bootstrap.agreement.agreeing import agree
 from coordinator.bootstrap.agreement.attendance import Attendance
 from coordinator.bootstrap.agreement.views import View
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, NativeError, PeerLostError
-from shm_broadcast.liveness import this_process
+from shm_broadcast.liveness import PeerWatch, this_process
 from tests.counting_store import CountingStore, Traffic
 
 FACTS = {"world_size": "3", "backend": "gloo"}
@@ -343,6 +344,45 @@ def test_a_death_is_told_to_ranks_that_cannot_see_it(tcp_store: Callable[[], dis
     store.append(f"kernel/{dead.process.boot_id}", "2 ")
     outcomes = agree_in_threads(tcp_store, {0: view(), 1: host_view(1)}, [0, 1, 2, 3])
     assert all(isinstance(error, PeerLostError) and error.peers == (2,) for error in outcomes.values())
+
+
+@pytest.mark.guarantee("D93")
+def test_all_ranks_that_are_lost_at_once_are_named(tcp_store: Callable[[], dist.Store]) -> None:
+    """Rank 0 has heard that a host has vanished; rank 1 reads the ranks and the reason from the outcome."""
+    own, errors = view(), dict[int, PeerLostError]()
+    watches = [PeerWatch(own.process, {}) for _ in range(2)]
+
+    def body(rank: int) -> None:
+        with closing(watches[rank]) as watch, pytest.raises(PeerLostError) as caught:
+            agree(tcp_store(), "the world", rank, [0, 1, 2, 3], host_view(rank), PROMPT_S, watch)
+        errors[rank] = caught.value
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    tcp_store().wait(["come/0", "view/0"])
+    watches[0].report_all({3: "no answer", 2: "no answer"})
+    for thread in threads:
+        thread.join(2 * PROMPT_S)
+        assert not thread.is_alive()
+    assert [errors[rank].peers for rank in (0, 1)] == [(2, 3)] * 2
+    assert "ranks 2, 3 are lost: no answer" in str(errors[1])
+
+
+def test_a_store_whose_host_is_lost_is_asked_no_more(tcp_store: Callable[[], dist.Store]) -> None:
+    """A rank that would tell the others of a loss does not wait for the store then."""
+    asked = list[int]()
+
+    def check() -> None:
+        asked.append(1)
+        raise NativeError("lost", library="test", function="check")
+
+    with closing(PeerWatch(this_process(), {})) as watch, pytest.raises(PeerLostError):
+        # Once this rank has joined.
+        watch.look_with(lambda: watch.report(1, "no answer") if tcp_store().check(["come/0"]) else None)
+        agree(tcp_store(), "the world", 0, [0, 1], view(), PROMPT_S, watch, check_store=check)
+    assert asked
+    assert not tcp_store().check(["outcome"])
 
 
 def test_another_rank_completes_what_the_last_one_did_not(store_of: StoreOf) -> None:

@@ -326,6 +326,7 @@ def test_nothing_runs_while_nobody_waits() -> None:
         assert not any("heartbeats" in thread.name for thread in threading.enumerate())
         (link,) = beats[0]._links.values()
         assert link._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert link._connection.getsockopt(socket.IPPROTO_TCP, links._THIN_LINEAR_TIMEOUTS) == 1
         with pytest.raises(BlockingIOError):
             link._connection.recv(1)
 

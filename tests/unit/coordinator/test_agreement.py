@@ -19,6 +19,7 @@ from coordinator.bootstrap.agreement.views import View
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, NativeError, PeerLostError
 from shm_broadcast.liveness import PeerWatch, this_process
 from tests.counting_store import CountingStore, Traffic
+from tests.waiting import wait_until
 
 FACTS = {"world_size": "3", "backend": "gloo"}
 # What must happen at once may take this long on a busy machine; deadlines that must not matter are a minute.
@@ -360,7 +361,7 @@ def test_all_ranks_that_are_lost_at_once_are_named(tcp_store: Callable[[], dist.
     threads = [threading.Thread(target=body, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
-    tcp_store().wait(["come/0", "view/0"])
+    wait_until(lambda: tcp_store().check(["view/0"]), "rank 0 has joined", PROMPT_S)
     watches[0].report_all({3: "no answer", 2: "no answer"})
     for thread in threads:
         thread.join(2 * PROMPT_S)
@@ -377,12 +378,14 @@ def test_a_store_whose_host_is_lost_is_asked_no_more(tcp_store: Callable[[], dis
         asked.append(1)
         raise NativeError("lost", library="test", function="check")
 
-    with closing(PeerWatch(this_process(), {})) as watch, pytest.raises(PeerLostError):
+    store = tcp_store()
+    with closing(PeerWatch(this_process(), {})) as watch:
         # Once this rank has joined.
-        watch.look_with(lambda: watch.report(1, "no answer") if tcp_store().check(["come/0"]) else None)
-        agree(tcp_store(), "the world", 0, [0, 1], view(), PROMPT_S, watch, check_store=check)
+        watch.look_with(lambda: watch.report(1, "no answer") if store.check(["view/0"]) else None)
+        with pytest.raises(PeerLostError):
+            agree(tcp_store(), "the world", 0, [0, 1], view(), PROMPT_S, watch, check_store=check)
     assert asked
-    assert not tcp_store().check(["outcome"])
+    assert not store.check(["outcome"])
 
 
 def test_another_rank_completes_what_the_last_one_did_not(store_of: StoreOf) -> None:

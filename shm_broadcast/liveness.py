@@ -215,6 +215,7 @@ class PeerWatch:
         self._lost: set[int] = set()
         self._reports: dict[int, str] = {}
         self._looks: list[Callable[[], None]] = []
+        self._companions: Callable[[int], Iterable[int]] = lambda _rank: ()
         # A signal handler may run while this thread holds it, and look or close too.
         self._lock = threading.RLock()
         try:
@@ -249,7 +250,7 @@ class PeerWatch:
 
     def report(self, rank: int, how: str) -> None:
         """Count `rank` as ended, because somebody who sees its process says so; `how` says who, for errors."""
-        self.report_all({rank: how})
+        self.report_all(dict.fromkeys((rank, *self._companions(rank)), how))
 
     def report_all(self, how: Mapping[int, str]) -> None:
         """Count the ranks in `how` as ended, as `report` does: nobody sees some of them as lost without the others."""
@@ -257,10 +258,16 @@ class PeerWatch:
             self._reports = {**how, **self._reports}
             self._lost |= how.keys()
 
-    def look_with(self, look: Callable[[], None]) -> None:
-        """Call `look`, which must not block and may `report`, whenever somebody asks who is lost."""
+    def look_with(
+        self, look: Callable[[], None], companions: Callable[[int], Iterable[int]] = lambda _rank: ()
+    ) -> None:
+        """Call `look`, which must not block and may `report_all`, whenever somebody asks who is lost.
+
+        `companions` returns those that are lost too if a rank is, for reports of others.
+        """
         with self._lock:
             self._looks.append(look)
+            self._companions = companions
 
     def reported(self, rank: int) -> str | None:
         """Return how the end of `rank` was reported, or None if it was not."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import errno
+import fcntl
 import math
 import os
 import socket
 import struct
+import termios
 from typing import Final, NamedTuple
 
 __all__ = ["Link", "State", "beat_period_s"]
@@ -19,7 +21,7 @@ _LONGEST_PERIOD_S: Final = 0.5
 _LEAST_S: Final = 0.5
 # Beats without one in return, before the kernel's keepalives alone are left: a rank that waits for nobody reads none,
 # and the memory for what it has not read is limited.
-UNANSWERED_BEATS: Final = 16384
+UNANSWERED_BEATS: Final = 8192
 # So many probes of the kernel must get no answer: while nobody waits, a network may be silent for some seconds.
 _KEEPALIVES: Final = 10
 _KEEPALIVE_PART: Final = 1 / 3
@@ -27,8 +29,8 @@ _KEEPALIVE_PART: Final = 1 / 3
 _THIN_LINEAR_TIMEOUTS: Final = 16
 _READ_BYTES: Final = 4096
 
-# struct tcp_info of include/uapi/linux/tcp.h: tcpi_unacked, and tcpi_last_ack_recv in milliseconds.
-_UNACKED, _LAST_ACK = 24, 56
+# struct tcp_info of include/uapi/linux/tcp.h: tcpi_last_ack_recv in milliseconds.
+_LAST_ACK: Final = 56
 _TCP_INFO_BYTES: Final = 60
 _NUMBER: Final = struct.Struct("=I")
 
@@ -48,9 +50,9 @@ class State(enum.Enum):
 
 
 class _Seen(NamedTuple):
-    """What the kernel says of a connection: segments in flight, and the seconds since the last acknowledgement."""
+    """What the kernel says of a connection: bytes without an answer, and the seconds since the last acknowledgement."""
 
-    in_flight: int
+    unanswered: int
     silent_s: float
 
 
@@ -79,7 +81,7 @@ class Link:
         self._beats_left = UNANSWERED_BEATS
         self._next_beat = 0.0
         self._looked_at = 0.0
-        # How long beats have been in flight, as far as looks have followed it.
+        # How long beats have been without an answer, as far as looks have followed it.
         self._waited_s = 0.0
         connection.setblocking(False)
         _keep_alive(connection, lost_after_s)
@@ -97,7 +99,7 @@ class Link:
             if self._waited_s >= self._lost_after_s and seen.silent_s >= self._lost_after_s:
                 self.reason = f"no answer from the host for {seen.silent_s:.1f} s"
                 return State.VANISHED
-            if not seen.in_flight and now >= self._next_beat and self._beats_left:
+            if not seen.unanswered and now >= self._next_beat and self._beats_left:
                 self._beats_left -= self._connection.send(b".")
                 self._next_beat = now + self._period_s
         except BlockingIOError:  # the window of the other end is full: its kernel answers
@@ -108,6 +110,11 @@ class Link:
             self.reason = f"no answer from the host: {os.strerror(error.errno)}"
             return State.VANISHED
         return State.OPEN
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether a beat has been without an answer for half of the time after which the host counts as lost."""
+        return self._waited_s >= self._lost_after_s / 2
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -125,14 +132,16 @@ class Link:
         return False
 
     def _seen(self) -> _Seen:
+        # Also what it could not send, for this host may have lost its own interface.
+        queued = fcntl.ioctl(self._connection, termios.TIOCOUTQ, bytes(_NUMBER.size))
         told = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        (in_flight,), (silent_ms,) = _NUMBER.unpack_from(told, _UNACKED), _NUMBER.unpack_from(told, _LAST_ACK)
-        return _Seen(in_flight, silent_ms / 1000)
+        (unanswered,), (silent_ms,) = _NUMBER.unpack(queued), _NUMBER.unpack_from(told, _LAST_ACK)
+        return _Seen(unanswered, silent_ms / 1000)
 
     def _count(self, seen: _Seen, now: float) -> None:
-        """Count how long a beat has been in flight. Behind a long pause, acknowledgements may be still to be read."""
+        """Count how long a beat has had no answer. Behind a long pause, acknowledgements may be still to be read."""
         step_s = min(now - self._looked_at, self._lost_after_s / 2)
-        self._waited_s = self._waited_s + step_s if seen.in_flight else 0.0
+        self._waited_s = self._waited_s + step_s if seen.unanswered else 0.0
         self._looked_at = now
 
 

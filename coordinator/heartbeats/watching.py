@@ -88,7 +88,18 @@ class Heartbeats:
             self._watches[watch] = frozenset(ranks)
             known = {rank: how for rank, how in self._lost.items() if rank in ranks}
         watch.report_all(known)
-        watch.look_with(self.look)
+        among = frozenset(ranks)
+        watch.look_with(self.look, lambda rank: among.intersection(self._companions(rank)))
+
+    def _companions(self, rank: int) -> set[int]:
+        """Return all ranks of the host of `rank` if no beat of ours is answered there now; else none.
+
+        The store of a job with a secret reports a host that vanishes rank by rank.
+        """
+        with self._lock:
+            together = self._hosts.get(rank, set())
+            links = [link for partner, link in self._links.items() if partner in together]
+            return together if any(link.is_silent for link in links) else set()
 
     def check_store(self) -> None:
         """Raise `NativeError` if the host that serves the world's store has vanished. Never blocks."""

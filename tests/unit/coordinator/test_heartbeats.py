@@ -357,7 +357,7 @@ def test_beats_are_as_rare_as_the_setting_allows() -> None:
 
 
 def _acknowledged(link: Link) -> None:
-    wait_until(lambda: link._seen().in_flight == 0, "the kernel has acknowledged the beat")
+    wait_until(lambda: link._seen().unanswered == 0, "the kernel has acknowledged the beat")
 
 
 @pytest.mark.guarantee("V3")
@@ -372,7 +372,7 @@ def test_an_end_that_is_closed_is_no_vanished_host(with_reset: bool) -> None:
         wait_until(lambda: link.look(101.0) is State.ENDED, "the end is seen")
 
 
-def test_silence_counts_only_while_a_beat_is_in_flight_and_somebody_looks() -> None:
+def test_silence_counts_only_while_a_beat_is_unanswered_and_somebody_looks() -> None:
     """A machine that was suspended for a minute, and whose kernel has not read the answers yet, blames nobody."""
     with linked() as (link, _):
         told = [links._Seen(1, 60.0)]
@@ -425,6 +425,20 @@ def test_all_ranks_of_a_vanished_host_are_lost_at_once(monkeypatch: pytest.Monke
         with closing(PeerWatch(own, {})) as third:
             mine.listen(third, (0, 2))
             assert third.lost() == (0,)
+
+
+def test_a_rank_that_another_reports_takes_its_host_along_if_that_is_silent() -> None:
+    """The store of a job with a secret reports rank by rank. A process that dies alone is named alone."""
+    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
+        beats[1].learn((0, 2, 3))
+        beats[1].listen(watch, (0, 1, 2))
+        watch.report(2, "its connection has ended")
+        assert watch.lost() == (2,)
+        (link,) = beats[1]._links.values()
+        link._seen = lambda: links._Seen(1, 0.5)  # type: ignore[method-assign]
+        assert link.look(time.monotonic() + 1.0) is State.OPEN
+        watch.report(2, "its connection has ended")
+        assert watch.lost() == (0, 2)
 
 
 def test_a_watch_that_is_closed_looks_no_more() -> None:

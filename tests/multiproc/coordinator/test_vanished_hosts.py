@@ -221,7 +221,7 @@ def assert_named(
         assert (each["kind"], each["peers"]) == ("PeerLostError", [2 * host, 2 * host + 1]), each
         assert each["again"] == again, each
         assert each["late_s"] < bound_s, each
-        # torch's wait in a store that has vanished cannot be ended: the thread of an agreement stays until its deadline.
+        # torch's wait in a store that has vanished cannot be ended: an agreement's thread stays until its deadline.
         assert each["leaks"] == [] or (again == "PeerLostError" and host == 0), each
 
 

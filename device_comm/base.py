@@ -62,6 +62,8 @@ class CommunicatorContext:
         exchange: Takes this rank's bytes and returns those of all ranks, in group order, over the host plane: how
             device communicators agree on facts before they can talk themselves. Collective; has its own deadline.
             Required by NCCL, and for several ranks on the CPU that are given no `shared` memory.
+        other_group: Another process group over Gloo of the same ranks, which stays the caller's and whose tags the
+            communicator shares, or None. With it, large tensors pass in both directions between two ranks at once.
     """
 
     name: str
@@ -74,6 +76,7 @@ class CommunicatorContext:
     shared: object = None
     cuda: object = None
     exchange: Callable[[bytes], list[bytes]] | None = None
+    other_group: dist.ProcessGroup | None = None
 
     @property
     def world_size(self) -> int:

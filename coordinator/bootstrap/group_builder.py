@@ -313,6 +313,7 @@ class GroupBuilder:
             shared=self._shared,
             cuda=self.settings.cuda,
             exchange=host.exchange,
+            other_group=self._process_groups.host,
         )
 
     def undo(self) -> None:

@@ -38,14 +38,17 @@ class Call:
 
     Attributes:
         operation: For the status store and for errors.
-        group: What connects the leaders.
+        upward: What connects the leaders, for what a host sends to a later one.
+        downward: For what a host sends to an earlier one: over one connection, Gloo moves large data in one direction
+            at a time. At 1 Gbit/s 16 MiB in each took 255 ms, and take 142 over two connections, the rate of the line.
         end: When the deadline passes, by the monotonic clock.
         view: Text of the call, which the leaders compare and errors quote.
         is_agreed: Whether the comparison succeeded.
     """
 
     operation: Operation
-    group: dist.ProcessGroup
+    upward: dist.ProcessGroup
+    downward: dist.ProcessGroup
     end: float
     view: str = ""
     is_agreed: bool = False
@@ -143,9 +146,11 @@ class Leaders:
             posted: list[tuple[int, dist.Work]] = []
             try:
                 if sent is not None:
-                    posted.append((rank, call.group.send([sent], peer, COLLECTIVE_TAG)))
+                    there = call.upward if self._own_host < host else call.downward
+                    posted.append((rank, there.send([sent], peer, COLLECTIVE_TAG)))
                 if received is not None:
-                    posted.append((rank, call.group.recv([received], peer, COLLECTIVE_TAG)))
+                    back = call.downward if self._own_host < host else call.upward
+                    posted.append((rank, back.recv([received], peer, COLLECTIVE_TAG)))
             except RuntimeError as error:
                 if raised_by_handler(error):
                     raise

@@ -294,6 +294,7 @@ def rounds_otherwise(rank: int, world_size: int, directory: Path) -> list[str]:
     return clauses
 
 
+@pytest.mark.thorough
 def test_rounding_may_be_allowed_to_differ_but_not_between_ranks(ranks3: RankPool) -> None:
     """Another summation order can be allowed; different bits on different ranks cannot."""
     assert ranks3.run(rounds_otherwise) == [["all_reduce: same bits on every rank"] * 2] * 3

@@ -24,7 +24,6 @@ from tests.native.cuda.host_build import shared_folder
 ARCHS = (75, 80, 90, 100, 120)
 WORLDS = range(2, 9)
 # The normal suite has the oldest, the newest, and the one whose machine code other tests read.
-SAMPLE = ((90, 8, "bfloat16"),)
 # Every architecture is combined with every dtype, and world sizes rotate.
 LATIN = [
     (arch, (4, 8, 2)[(a + d) % 3], dtype) for a, arch in enumerate(ARCHS) for d, dtype in enumerate(DTYPES)
@@ -69,9 +68,10 @@ def check_no_local_memory(
         assert "warning" not in done.log.lower(), done.log
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arch", "world_size", "dtype"),
-    [pytest.param(*each, marks=() if each in SAMPLE else pytest.mark.thorough) for each in LATIN],
+    LATIN,
 )
 def test_no_spill_and_no_stack(
     kernels_of_run: CompiledKernels, arch: int, world_size: int, dtype: str

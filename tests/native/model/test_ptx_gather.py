@@ -50,10 +50,9 @@ def test_a_block_reads_what_the_block_of_its_index_has_staged() -> None:
     assert hole(several, shift=1) == "old part"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "gather", [pytest.param(Gather(launches=3, pull=1), marks=pytest.mark.thorough), Gather(blocks=2)]
-)
+@pytest.mark.parametrize("gather", [Gather(launches=3, pull=1), Gather(blocks=2)])
 def test_longer_programs(gather: Gather) -> None:
     """A gather, a pull and a gather; and two blocks in two launches."""
     assert has_executions(gather)

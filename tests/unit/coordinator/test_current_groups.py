@@ -77,6 +77,7 @@ def facts(x: torch.Tensor) -> torch.Tensor:
     return x + stage + tensor + place + decode + world
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.guarantee("G22")
 def test_compiled_getters_answer_for_the_context_that_calls(

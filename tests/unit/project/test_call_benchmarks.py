@@ -92,6 +92,7 @@ def test_the_time_of_a_rebuild_is_measured(tmp_path: Path) -> None:
     assert good["median_s"] <= good["p99_s"] <= good["most_s"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_time_of_an_agreement_is_measured(tmp_path: Path) -> None:
     """It is counted from the coming of the last rank."""

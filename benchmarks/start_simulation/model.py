@@ -96,7 +96,7 @@ class _World:
             elif step is not None:
                 self._add(now_s + self._network.one_way_s, rank, step)
         end_s = self._known_s[-1]
-        busy_s = sum(until - max(since, last_s) for since, until in self._busy if until > last_s)
+        busy_s = sum(max(min(until, end_s) - max(since, last_s), 0.0) for since, until in self._busy)
         return [known_s - last_s for known_s in self._known_s], busy_s / (end_s - last_s)
 
     def _add(self, at_s: float, rank: int, arrived: Request | str | None) -> None:

@@ -74,7 +74,7 @@ class Link:
         """Own `connection`, which both ends have accepted."""
         self.partner = partner
         self.name = name
-        self.reason = ""
+        self.reason: str = ""
         self._connection = connection
         self._lost_after_s = max(lost_after_s, _LEAST_S)
         self._period_s = beat_period_s(lost_after_s)

@@ -101,6 +101,7 @@ class StoreServer:
             self._context = new_context(1)
             self._gatekeeper = Gatekeeper(self._context, ranks, self._fields, "rank of this job")
             try:
+                self.port: int
                 self._router, self.port = listen(
                     self._context, keys, *place, pings, LONGEST_QUESTION, descriptor
                 )

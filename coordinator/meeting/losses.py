@@ -18,7 +18,8 @@ __all__ = ["forget_losses", "listen_for_losses", "report_loss"]
 
 _lost: Final[dict[int, str]] = {}
 _watches: Final[weakref.WeakKeyDictionary[PeerWatch, frozenset[int]]] = weakref.WeakKeyDictionary()
-_lock: Final = threading.Lock()
+# A signal handler that runs while this thread holds it may report a loss, too, or create or destroy a group.
+_lock: Final = threading.RLock()
 
 
 def report_loss(rank: int, how: str) -> None:
@@ -50,8 +51,7 @@ def listen_for_losses(watch: PeerWatch, ranks: Collection[int]) -> None:
     with _lock:
         _watches[watch] = frozenset(ranks)
         known = {rank: how for rank, how in _lost.items() if rank in ranks}
-    for rank, how in known.items():
-        watch.report(rank, how)
+    watch.report_all(known)
 
 
 def forget_losses() -> None:

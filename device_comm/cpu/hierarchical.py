@@ -132,8 +132,8 @@ class HierarchicalCommunicator(DeviceCommunicator):
 
     def _call(self, operation: Operation, timeout_s: float | None) -> Call:
         end = time.monotonic() + (timeout_s or self.context.timeout_s)
-        group = self._general.process_group
-        return Call(operation, group, self.context.other_group or group, end)
+        group, other = self._general.process_group, self.context.other_group
+        return Call(operation, group, group if other is None else other, end)
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
         source = dense(input_)

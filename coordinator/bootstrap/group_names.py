@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -15,6 +17,11 @@ from shm_broadcast.errors import UsageError
 _decoder: Final = msgspec.json.Decoder(dict[str, int])
 # Only this rank changes its counts, but two of its threads may create groups at the same time.
 _lock: Final = threading.Lock()
+# No name of a group has a colon. What stands here differs in every value that is written.
+_MARK: Final = ":"
+_MARK_BITS: Final = 62
+# By the store of a world, what this process has last written there.
+_written: Final = weakref.WeakKeyDictionary[dist.Store, bytes]()
 
 
 def unique_name(name: str | None, store: dist.Store, rank: int, timeout_s: float, epoch: int = 0) -> str:
@@ -59,7 +66,8 @@ def _in_epoch(names: list[str], epoch: int) -> list[str]:
 def _count(added: Mapping[str, int], store: dist.Store, rank: int, timeout_s: float) -> list[str]:
     """Add `added` to the count of each name; return each as `name:count`, with the count before the addition.
 
-    All counts of a rank are one value, so the number of names does not change how often the store is asked.
+    All counts of a rank are one value, so the number of names does not change how often the store is asked. It is asked
+    once where this rank has asked it before: it then knows what it has written.
     """
     for base in added:
         if not isinstance(base, str) or not base.isprintable() or not base or ":" in base:
@@ -68,11 +76,19 @@ def _count(added: Mapping[str, int], store: dist.Store, rank: int, timeout_s: fl
     def count() -> list[str]:
         key = f"group_coordinator/created/{rank}"
         with _lock:
-            counts = _decoder.decode(store.compare_set(key, "", "{}"))
-            names = [f"{base}:{counts.get(base, 0)}" for base in added]
-            counts |= {base: counts.get(base, 0) + number for base, number in added.items() if number}
-            store.set(key, msgspec.json.encode(counts).decode())
-        return names
+            known = _written.get(store, b"")
+            while True:
+                counts = _decoder.decode(known or b"{}")
+                names = [f"{base}:{counts.get(base, 0)}" for base in added]
+                counts |= {base: counts.get(base, 0) + number for base, number in added.items() if number}
+                # Its value is this call's own, so that a store which already holds it cannot seem to have taken it now.
+                own = msgspec.json.encode({**counts, _MARK: secrets.randbits(_MARK_BITS)})
+                found = store.compare_set(key, known.decode(), own.decode())
+                if found == own:
+                    _written[store] = own
+                    return names
+                # The store has another value, and returns it; or none, and returns what was expected.
+                known = b"" if found == known else found
 
     where = f"creating group {' and '.join(map(repr, added))} (rank {rank})"
     return ask_store(count, where, timeout_s)

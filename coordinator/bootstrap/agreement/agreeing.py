@@ -349,6 +349,8 @@ class _Agreement:
         mates = set(attendance.mates(self._view.process.boot_id)) - {self._rank, *self._seen}
         if not mates:
             return
+        # This look asks twice, so the next one is a second later: on average one question a second.
+        self._next_look_s += LOOK_EVERY_S
         # The other thread reads this, so the dict is replaced and never changed.
         self._seen = {**self._seen, **attendance.views(sorted(mates))}
         before = self._mates

@@ -18,7 +18,7 @@ from coordinator.parallel_state import (
 )
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
-from device_comm.cpu.hierarchical import HierarchicalCommunicator
+from device_comm.cpu.several_hosts.communicator import HierarchicalCommunicator
 from tests.harness import RankPool
 from tests.waiting import wait_until
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from device_comm.base import CommunicatorContext
 from device_comm.cpu import shared_memory
 from device_comm.cpu.communicator import SharedMemoryCommunicator
-from device_comm.cpu.hierarchical import HierarchicalCommunicator, group_by_host, is_hierarchical
+from device_comm.cpu.several_hosts.communicator import (
+    HierarchicalCommunicator,
+    group_by_host,
+    is_hierarchical,
+)
 from device_comm.process_group import ProcessGroupCommunicator
 from shm_broadcast.errors import UsageError
 
@@ -16,7 +20,8 @@ def connect_cpu(
     """Return the communicator of a group on the CPU, the same class on all ranks. Collective.
 
     * All ranks share memory (`context.shared`): shared memory. Nothing else is needed.
-    * Several hosts, at least one of them with several ranks: two levels, shared memory inside each host.
+    * Several hosts, at least one of them with several ranks: two levels, shared memory inside each host. How fast the
+      line between the hosts is gets measured.
     * No two ranks on one host: the process group.
     * All ranks on one host, but no shared memory given: the process group too. None is made here; a group makes its
       shared memory when its ranks first meet.
@@ -26,6 +31,7 @@ def connect_cpu(
     Raises:
         UsageError: The context has neither shared memory nor an exchange; nothing was sent.
         CapabilityError: On some host the memory could not be made or mapped; on every rank of the group.
+        CommTimeoutError, PeerLostError, NativeError: While the line was measured; the group is broken.
     """
     if isinstance(context.shared, shared_memory.SharedMemory):
         return SharedMemoryCommunicator(context, context.shared)
@@ -41,7 +47,13 @@ def connect_cpu(
     rank = context.rank_in_group
     own = next(ranks for ranks in hosts if rank in ranks)
     part = shared_memory.connect_part(context.health, rank, own, context.timeout_s, context.exchange)
-    return HierarchicalCommunicator(context, general, hosts, part)
+    communicator = HierarchicalCommunicator(context, general, hosts, part)
+    try:
+        communicator.measure_line(context.exchange)
+    except BaseException:
+        communicator.destroy()
+        raise
+    return communicator
 
 
 def needs_process_group(factory: object, device_type: str, *, shares_memory: bool) -> bool:

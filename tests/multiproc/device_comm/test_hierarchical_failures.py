@@ -237,6 +237,7 @@ def hosts_disagree(rank: int, world_size: int, directory: Path, name: str) -> di
         call: Any = {
             "sizes": lambda: group.all_reduce(torch.ones(5 if late else 4)),
             "large sizes": lambda: group.all_reduce(torch.ones(500_001 if late else 400_000)),
+            "numbers of leaders": lambda: group.all_reduce(torch.ones(500_001 if late else 4)),
             "calls": lambda: (group.all_gather if late else group.all_reduce)(torch.ones(4)),
             "dtypes": lambda: group.all_reduce(torch.ones(4, dtype=torch.int32 if late else torch.float32)),
             "reductions": lambda: hierarchical(group).reduce_scatter(
@@ -249,7 +250,9 @@ def hosts_disagree(rank: int, world_size: int, directory: Path, name: str) -> di
         return found
 
 
-@pytest.mark.parametrize("name", ["sizes", "large sizes", "calls", "dtypes", "reductions", "roots"])
+@pytest.mark.parametrize(
+    "name", ["sizes", "large sizes", "numbers of leaders", "calls", "dtypes", "reductions", "roots"]
+)
 def test_hosts_that_disagree_break_the_group(ranks4: RankPool, name: str) -> None:
     """No rank gets a wrong result, and Gloo ends no process. The error on all ranks shows the call of each host."""
     found = HostsPool(ranks4, "AABB").run(hosts_disagree, name)
@@ -257,8 +260,10 @@ def test_hosts_that_disagree_break_the_group(ranks4: RankPool, name: str) -> Non
     assert "DisagreementError" in kinds, found
     assert set(kinds) <= {"DisagreementError", "GroupBrokenError"}, found
     for each in found:
-        assert "the hosts made different calls: rank 0: " in each["text"], each
-        assert "; rank 2: " in each["text"]
+        # That of the first leaders, or of the second ones, which large tensors have.
+        assert re.search(
+            "the hosts made different calls: rank (0: .*; rank 2: |1: .*; rank 3: )", each["text"]
+        ), each
         assert each["seconds"] < PROMPT_S
 
 

@@ -15,8 +15,9 @@ from coordinator.group import GroupCoordinator
 from coordinator.parallel_state import get_world_group
 from coordinator.testing import check_device_communicator
 from device_comm.cpu import shared_memory
-from device_comm.cpu.hierarchical import group_by_host, is_hierarchical, partial_dtype
-from device_comm.cpu.leaders import FRAME_BYTES, Call, Leaders, Swap
+from device_comm.cpu.several_hosts.communicator import group_by_host, is_hierarchical
+from device_comm.cpu.several_hosts.leaders import FRAME_BYTES, Call, Leaders, Swap
+from device_comm.cpu.several_hosts.levels import partial_dtype
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.reduction import ReduceOperation, accumulation_dtype, check_reducible, reduce_in_rank_order
 from shm_broadcast.errors import UsageError
@@ -182,6 +183,7 @@ def count_what_is_sent(rank: int, world_size: int, directory: Path) -> list[int]
 
     with world(rank, world_size, directory) as group, mock.patch.object(Leaders, "_post", counted):
         found = []
+        hierarchical(group)._levels.worth_bytes = 1 << 16
         for dtype, nbytes in (
             (torch.bfloat16, 128 << 10),
             (torch.bfloat16, 1 << 20),
@@ -199,6 +201,65 @@ def test_two_hosts_send_what_is_wide_once_and_the_result_narrow(ranks3: RankPool
     leader, other, lone = HostsPool(ranks3, "AAB").run(count_what_is_sent)
     assert leader == lone == [256 << 10, (1 << 20) + (1 << 19), 1 << 20]
     assert other == [0, 0, 0]
+
+
+def count_what_leaders_send(rank: int, world_size: int, directory: Path) -> list[int]:
+    sent: list[int] = []
+    post = Leaders._post
+
+    def counted(leaders: Leaders, call: Call, pairs: Any) -> Swap:
+        sent.extend(
+            data.nbytes for data, _ in pairs.values() if data is not None and data.numel() > FRAME_BYTES
+        )
+        return post(leaders, call, pairs)
+
+    with world(rank, world_size, directory) as group, mock.patch.object(Leaders, "_post", counted):
+        found = []
+        for call in (
+            lambda: group.all_reduce(torch.ones((1 << 18) - 1)),
+            lambda: group.all_reduce(torch.ones(1 << 18)),
+            lambda: group.all_gather(torch.ones(1 << 16)),
+            lambda: group.broadcast(torch.ones((1 << 18) + 1), 3),
+        ):
+            call()
+            found.append(sum(sent))
+            sent.clear()
+    return found
+
+
+@pytest.mark.guarantee("D16")
+def test_large_tensors_are_sliced_among_the_leaders(ranks4: RankPool) -> None:
+    """From 1 MiB on two ranks of each host send half of it each; below, the first rank sends all."""
+    found = HostsPool(ranks4, "AABB").run(count_what_leaders_send)
+    # Two all-reduces, an all-gather of 256 KiB of each rank, a broadcast from rank 3 of one element more than 1 MiB.
+    half = 1 << 19
+    assert found[0] == [(1 << 20) - 4, half, 1 << 18, 0]
+    assert found[1] == [0, half, 1 << 18, 0]
+    assert found[2] == [(1 << 20) - 4, half, 1 << 18, half + 2]
+    assert found[3] == [0, half, 1 << 18, half + 2]
+
+
+def move_large(rank: int, world_size: int, directory: Path) -> None:
+    reduce_large(rank, world_size, directory)
+    (directory / "another").mkdir(exist_ok=True)
+    with world(rank, world_size, directory / "another") as group:
+        sizes = [400_001, 0, 300_000, 1, 77_777][:world_size]
+        inputs = [values(each, size, torch.float32) for each, size in enumerate(sizes)]
+        communicator = hierarchical(group)
+        assert_same_bits(communicator.all_gatherv(inputs[rank], 0, sizes), torch.cat(inputs), sizes)
+        for src in range(world_size):
+            tensor = values(rank, 400_001, torch.float32)
+            group.broadcast(tensor, src)
+            assert_same_bits(tensor, values(src, 400_001, torch.float32), src)
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("D16")
+@pytest.mark.parametrize("places", ["AABBB", "ABBAB"])
+def test_as_many_ranks_lead_as_the_smallest_host_has(places: str) -> None:
+    """The last rank of the larger host leads nobody, and gets the same bits as all others."""
+    with RankPool(5, brief=True) as pool:
+        HostsPool(pool, places).run(move_large)
 
 
 def reduce_views(rank: int, world_size: int, directory: Path) -> None:

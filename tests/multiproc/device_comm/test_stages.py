@@ -15,7 +15,9 @@ import torch
 from coordinator import GroupBrokenError, GroupCoordinator, PeerLostError
 from coordinator.host import gloo
 from device_comm import process_group
-from device_comm.cpu import communicator, hierarchical, leaders, region_calls
+from device_comm.cpu import communicator, region_calls
+from device_comm.cpu.several_hosts import communicator as hierarchical
+from device_comm.cpu.several_hosts import leaders, levels
 from tests.harness import RankPool
 from tests.multiproc.device_comm.test_channel_opening import Strikes, strike
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError
@@ -124,14 +126,14 @@ def struck_at_any_step(
     """Strike one rank at the next step in each round; the others make the call `late_s` seconds later."""
     known: dict[str, ModuleType] = {
         each.__name__: each
-        for each in (process_group, hierarchical, leaders, gloo, communicator, region_calls)
+        for each in (process_group, hierarchical, levels, leaders, gloo, communicator, region_calls)
     }
     strikes = Strikes(strike, *(known[each] for each in modules))
     call, ranks = CALLS[name], range(world_size)
     outcome, number, broken = "", 0, 0
     with (
         world(rank, world_size, directory) as everyone,
-        mock.patch.object(hierarchical, "PIECE_BYTES", COUNT * 2),
+        mock.patch.object(levels, "PIECE_BYTES", COUNT * 2),
     ):
         while outcome != "over":
             told = directory / f"outcome-{number}"
@@ -201,7 +203,9 @@ def test_a_strike_between_the_stages_over_several_hosts_is_told(
 ) -> None:
     """Also to the ranks that wait for the leader of their host, and to those behind another leader."""
     pool = HostsPool(ranks3, ["A", "A", "B"])
-    found = pool.run(struck_at_any_step, name, [hierarchical.__name__], struck, timeout_s=200.0)
+    found = pool.run(
+        struck_at_any_step, name, [hierarchical.__name__, levels.__name__], struck, timeout_s=200.0
+    )
     assert min(found) > 5
 
 

@@ -8,8 +8,8 @@ from typing import Final
 import torch
 
 from device_comm import _core
-from device_comm.cpu.leaders import Call
 from device_comm.cpu.native_codes import COPY_ONLY, OPERATION_CODES, TYPE_CODES
+from device_comm.cpu.several_hosts.leaders import Call
 from device_comm.cpu.shared_memory import SharedPart
 from device_comm.health import GroupHealth
 from device_comm.reduction import ReduceOperation
@@ -48,6 +48,21 @@ class LoneHost:
         if block is not None:
             result.copy_(block)
 
+    def combine_slices(
+        self, call: Call, flat: torch.Tensor, counts: Sequence[int], op: ReduceOperation
+    ) -> torch.Tensor:
+        """Return the slice of `counts[i]` elements that is for this rank, the host's `i`th, of what `combine` returns.
+
+        `counts` may end before the last ranks, which get none.
+        """
+        del counts
+        return self.combine(call, flat, op)
+
+    def gather_slices(
+        self, call: Call, own: torch.Tensor, flat: torch.Tensor, counts: Sequence[int], code: int
+    ) -> None:
+        """Fill `flat` on all ranks with the slices `own`, which lie in it, of `counts` elements each."""
+
     def close(self) -> None:
         """Release nothing."""
 
@@ -55,10 +70,11 @@ class LoneHost:
 class SharedHost:
     """The inside of a host whose ranks share a region; its methods are those of `LoneHost`."""
 
-    def __init__(self, part: SharedPart, members: int, health: GroupHealth) -> None:
-        """Use `part`, owned from now on, among the `members` ranks of this host."""
+    def __init__(self, part: SharedPart, place: int, members: int, health: GroupHealth) -> None:
+        """Use `part`, owned from now on, as the rank at `place` among the `members` ranks of this host."""
         self._part = part
         self._core = part.device.core
+        self._place = place
         self._members = members
         self._health = health
 
@@ -108,6 +124,31 @@ class SharedHost:
         addresses = (0 if block is None else block.data_ptr(), result.data_ptr())
         code = TYPE_CODES[result.dtype]
         self._finish(call, self._core.move(_core.SCATTER, *addresses, 1, widths, code, 0, 0))
+
+    def combine_slices(
+        self, call: Call, flat: torch.Tensor, counts: Sequence[int], op: ReduceOperation
+    ) -> torch.Tensor:
+        """Do what `LoneHost.combine_slices` says."""
+        place = self._place
+        result = flat.new_empty(counts[place] if place < len(counts) else 0)
+        code = OPERATION_CODES[ReduceOperation.SUM if op is ReduceOperation.MEAN else op]
+        addresses = (flat.data_ptr(), result.data_ptr())
+        widths = self._widths(counts, flat.itemsize)
+        kind = _core.REDUCE_SCATTER
+        self._finish(call, self._core.move(kind, *addresses, 1, widths, TYPE_CODES[flat.dtype], code, 0))
+        return result
+
+    def gather_slices(
+        self, call: Call, own: torch.Tensor, flat: torch.Tensor, counts: Sequence[int], code: int
+    ) -> None:
+        """Do what `LoneHost.gather_slices` says."""
+        addresses = (own.data_ptr(), flat.data_ptr())
+        widths = self._widths(counts, flat.itemsize)
+        self._finish(call, self._core.move(_core.ALL_GATHER, *addresses, 1, widths, code, 0, 0))
+
+    def _widths(self, counts: Sequence[int], itemsize: int) -> tuple[int, ...]:
+        padded = [*counts, *[0] * (self._members - len(counts))]
+        return tuple(count * itemsize for count in padded)
 
     def close(self) -> None:
         """Release the shared region. Idempotent."""

@@ -28,6 +28,7 @@ OTHERS: Final = {
     "status-calls": "status_calls",
     "rebuild": "rebuild",
     "agreement": "agreement",
+    "meeting": "meeting",
     "two-hosts": "two_hosts",
     "start-simulation": "start_simulation",
     "top": "top",

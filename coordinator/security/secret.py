@@ -7,6 +7,7 @@ import select
 import stat
 import threading
 import time
+from concurrent.futures import Future
 from typing import Final
 
 from coordinator.security.hkdf import expand, extract
@@ -95,11 +96,37 @@ def from_descriptor(descriptor: int) -> Secret:
     """Return the secret in an inherited descriptor of a pipe, of a memory file, or of a file as `from_file` takes it.
 
     It is read to its end once in this process, and closed, so that no program which this process starts inherits it.
-    Waits up to 10 s for the end of a pipe.
+    Waits up to 10 s for the end of a pipe. Threads and signal handlers may call it at once. What a handler raises ends
+    the wait, and the next call gets the secret.
 
     Raises:
         UsageError: The descriptor is not open, of another kind, accessible to other users, or holds no secret.
     """
+    taken = _taken.get(descriptor)
+    if taken is not None:
+        return taken
+    outcome: Future[Secret] = Future()
+    # Never on the caller's thread: a signal handler that strikes there may ask for the same secret, and would wait for
+    # the lock that the call behind it holds.
+    name = "group-coordinator-secret"
+    thread = threading.Thread(target=_deliver, args=(descriptor, outcome), name=name, daemon=True)
+    thread.start()
+    thread.join()
+    try:
+        return outcome.result()
+    finally:
+        del outcome  # an error in it holds this frame
+
+
+def _deliver(descriptor: int, outcome: Future[Secret]) -> None:
+    try:
+        outcome.set_result(_take(descriptor))
+    except BaseException as error:  # noqa: BLE001 - raised on the thread that waits
+        outcome.set_exception(error)
+
+
+def _take(descriptor: int) -> Secret:
+    """Read the secret, unless another thread has."""
     where = f"the secret's descriptor {descriptor}"
     with _lock:
         if descriptor in _taken:

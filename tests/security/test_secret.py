@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from coordinator.security.keys import keys_of_rank, keys_of_store, public_keys
 from coordinator.security.secret import LEAST_BYTES, MOST_BYTES, Secret, from_descriptor, from_file
 from shm_broadcast import codec
 from shm_broadcast.errors import UsageError
+from tests.handlers import Interrupt
 
 VALUE = bytes(range(100, 100 + LEAST_BYTES))
 # A part of the value that no text may show, in any of these forms.
@@ -264,6 +266,49 @@ def test_a_pipe_that_is_never_closed_is_given_up(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UsageError, match="has not closed its end"):
         from_descriptor(reading)
     os.close(writing)
+
+
+def test_a_signal_handler_opens_the_secret_that_is_being_read() -> None:
+    """It strikes while the same thread waits for the writer, and writes itself: both get the secret."""
+    reading, writing = os.pipe()
+    by_handler: list[Secret] = []
+
+    def handler(_number: int, _frame: object) -> None:
+        os.write(writing, VALUE)
+        os.close(writing)
+        by_handler.append(from_descriptor(reading))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    main = threading.get_ident()
+    strike = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+    try:
+        strike.start()
+        assert [from_descriptor(reading)] == by_handler
+    finally:
+        strike.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupted_reader_loses_nothing() -> None:
+    """What a handler raises ends the call, and the next one gets the secret."""
+    reading, writing = os.pipe()
+
+    def handler(_number: int, _frame: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    main = threading.get_ident()
+    strike = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+    try:
+        strike.start()
+        with pytest.raises(Interrupt):
+            from_descriptor(reading)
+    finally:
+        strike.join()
+        signal.signal(signal.SIGUSR1, before)
+    os.write(writing, VALUE)
+    os.close(writing)
+    assert from_descriptor(reading).derive("rank", "r", 1) == Secret(VALUE).derive("rank", "r", 1)
 
 
 # --- where it does not appear ---------------------------------------------------------------------------------

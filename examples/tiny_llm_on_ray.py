@@ -52,7 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--address", default=None)
     parser.add_argument("--cpus-per-rank", type=float, default=1.0)
     own, rest = parser.parse_known_args(arguments)
-    ranks = parse_options(rest).world_size
+    options = parse_options(rest)
+    ranks = options.world_size
     connect(own.address, ranks)
     try:
         group = placement_group([{"CPU": own.cpus_per_rank}] * ranks)
@@ -62,11 +63,17 @@ def main(arguments: Sequence[str]) -> int:
         ray.get([actor.__ray_ready__.remote() for actor in actors])
         start_s = time.perf_counter()
         meeting = meet(actors, seats, CoordinatorSettings(), backend="gloo")
-        show_seats(seats, time.perf_counter() - start_s)
+        met_s = time.perf_counter() - start_s
+        if not options.as_json:
+            show_seats(seats, met_s)
         reports = watch([actor.serve.remote(rest) for actor in actors], meeting)
     finally:
         ray.shutdown()
-    return show_report(json.loads(reports[0]))
+    report = json.loads(reports[0])
+    if options.as_json:
+        print(reports[0], end="")
+        return 0 if report["identical"] else 1
+    return show_report(report)
 
 
 def connect(address: str | None, ranks: int) -> None:

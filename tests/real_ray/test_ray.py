@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.probes import requires
 from tests.real_ray.cluster import ADDRESSES, ROOT, Cluster, two_hosts
+from tests.tokens import demo_arguments, tokens_of_one_host
 
 pytestmark = [pytest.mark.engine, requires("ray"), requires("network_namespaces")]
 
@@ -135,6 +137,14 @@ def test_the_tiny_llm_serves_on_two_hosts(cluster: Cluster) -> None:
     )
     for one in json.loads(demo.stdout)["continuations"]:
         assert f"{one['prompt']} |{one['text']}" in told
+
+
+def test_the_tokens_are_those_of_the_other_launchers(cluster: Cluster, tmp_path: Path) -> None:
+    """Ray on two hosts gives the tokens of one host, with which torchrun and mpiexec on two hosts are compared too."""
+    arguments = demo_arguments(tmp_path)
+    found = cluster.run("examples.tiny_llm_on_ray", "--cpus-per-rank", "0.5", *arguments)
+    assert (found["tensor"], found["pipeline"]) == (2, 2)
+    assert found["continuations"] == tokens_of_one_host(arguments)
 
 
 @pytest.mark.guarantee("M7")

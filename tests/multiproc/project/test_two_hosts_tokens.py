@@ -1,7 +1,7 @@
 """torchrun and mpiexec start the demo on two hosts: the tokens are those of a run on one host.
 
 The hosts are namespaces with names, interfaces, /tmp, /dev/shm and kernel ids of their own. Two of the four ranks are
-on each. `tests/real_ray` does the same under Ray.
+on each. `tests/real_ray` compares Ray's tokens with the same.
 """
 
 import json
@@ -18,16 +18,9 @@ import pytest
 
 from tests.host_namespaces import Host, run_on_hosts
 from tests.hosts import ROOT, report
-from tests.multiproc.project.test_tiny_llm_demo import (
-    CONFIG,
-    DEMO,
-    PROMPTS,
-    prompts,
-    random_checkpoint,
-    report_of,
-    run_demo,
-)
+from tests.multiproc.project.test_tiny_llm_demo import DEMO, report_of
 from tests.probes import mpiexec_of, requires
+from tests.tokens import demo_arguments, tokens_of_one_host
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.thorough, requires("network_namespaces"), requires("other_user")]
@@ -65,17 +58,14 @@ def model() -> Iterator[list[str]]:
     """Return the arguments that let the demo serve a model of random weights, which both hosts see."""
     # Not in /tmp, of which each host has its own.
     parent = Path(tempfile.mkdtemp(prefix="two-hosts-tokens-", dir="/var/tmp"))
-    directory = random_checkpoint(parent / "model", CONFIG)
-    yield ["--model", str(directory), "--json", "--max-tokens", "12", *prompts(PROMPTS)]
+    yield demo_arguments(parent)
     shutil.rmtree(parent)
 
 
 @pytest.fixture(scope="module")
 def expected(model: list[str]) -> list[dict[str, Any]]:
     """Return what ranks on one host generate."""
-    found: list[dict[str, Any]] = report_of(run_demo(*model, "--tp", "2", "--pp", "1"))["continuations"]
-    assert len(found) == len(PROMPTS)
-    return found
+    return tokens_of_one_host(model)
 
 
 def run_on_both(launcher: str, model: Sequence[str], layout: tuple[int, int]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def main(directory: Path, how: str, rank: int) -> None:
 @pytest.mark.guarantee("K10")
 @pytest.mark.thorough
 def test_the_loss_of_a_host_is_told_on_both_sides() -> None:
-    """No socket is closed when the cable is cut. Each side names all ranks of the other within `lost_after_s` and 1 s."""
+    """No socket is closed when the cable is cut. Each side names all ranks of the other in `lost_after_s` and 1 s."""
     for rank, found in enumerate(run_on_two_hosts(__name__, "cut")):
         assert found["kind"] == "PeerLostError", found
         assert found["peers"] == ([2, 3] if rank < 2 else [0, 1]), found

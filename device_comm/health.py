@@ -477,7 +477,9 @@ class GroupHealth:
     def explain(self, operation: Operation, error: Exception, pending: Sequence[int] | None) -> CommError:
         """Find the cause of a transport's error, break the group, and return the error to raise.
 
-        Blocks up to `EXPLAIN_S`. If a signal handler raises meanwhile, the group is broken for that reason.
+        Blocks up to `EXPLAIN_S`, and as long as a rank on another host may be lost: a rank that knows it already closes
+        its connections, which is an error here. If a signal handler raises meanwhile, the group is broken for that
+        reason.
 
         Args:
             operation: The call in progress.
@@ -501,7 +503,8 @@ class GroupHealth:
             known = self._known_failure(operation)
             if known is not None:
                 return known
-            if time.monotonic() >= end:
+            is_in_doubt = self._watch.is_in_doubt()
+            if time.monotonic() >= end and not is_in_doubt:
                 break
             time.sleep(0.02)
         suspects = pending or self.ranks

@@ -216,6 +216,7 @@ class PeerWatch:
         self._reports: dict[int, str] = {}
         self._looks: list[Callable[[], None]] = []
         self._companions: Callable[[int], Iterable[int]] = lambda _rank: ()
+        self._doubts: list[Callable[[], bool]] = []
         # A signal handler may run while this thread holds it, and look or close too.
         self._lock = threading.RLock()
         try:
@@ -259,15 +260,24 @@ class PeerWatch:
             self._lost |= how.keys()
 
     def look_with(
-        self, look: Callable[[], None], companions: Callable[[int], Iterable[int]] = lambda _rank: ()
+        self,
+        look: Callable[[], None],
+        companions: Callable[[int], Iterable[int]] = lambda _rank: (),
+        is_in_doubt: Callable[[], bool] = lambda: False,
     ) -> None:
         """Call `look`, which must not block and may `report_all`, whenever somebody asks who is lost.
 
-        `companions` returns those that are lost too if a rank is, for reports of others.
+        `companions` returns those that are lost too if a rank is, for reports of others. `is_in_doubt`, which must not
+        block either, says whether `look` may soon find ranks lost.
         """
         with self._lock:
             self._looks.append(look)
             self._companions = companions
+            self._doubts.append(is_in_doubt)
+
+    def is_in_doubt(self) -> bool:
+        """Return whether ranks may soon be found lost, because something that they should answer has no answer yet."""
+        return any(each() for each in self._doubts)
 
     def reported(self, rank: int) -> str | None:
         """Return how the end of `rank` was reported, or None if it was not."""
@@ -357,7 +367,7 @@ class PeerWatch:
     def close(self) -> None:
         """Close the pidfds. Idempotent."""
         with self._lock:
-            self._looks = []
+            self._looks, self._doubts = [], []
             for rank in list(self._descriptors):
                 # Nothing is called before the end: a handler finds the descriptor here and open, or neither.
                 if rank in self._descriptors:

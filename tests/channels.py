@@ -23,6 +23,10 @@ class QuietWatch:
         """Return no rank."""
         return ()
 
+    def is_in_doubt(self) -> bool:
+        """Return that no rank may soon be lost."""
+        return False
+
     def watches(self, rank: int) -> bool:
         """Return whether the rank can be seen from here."""
         return rank >= 0

@@ -111,6 +111,15 @@ class Link:
             return State.VANISHED
         return State.OPEN
 
+    def allow_beat(self) -> None:
+        """Let the next look send a beat even if `UNANSWERED_BEATS` have been sent."""
+        self._beats_left = max(self._beats_left, 1)
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Return whether a beat has been without an answer for longer than one takes."""
+        return self._waited_s >= self._period_s
+
     @property
     def is_silent(self) -> bool:
         """Return whether a beat has been without an answer for half of the time after which the host counts as lost."""

@@ -89,7 +89,7 @@ class Heartbeats:
             known = {rank: how for rank, how in self._lost.items() if rank in ranks}
         watch.report_all(known)
         among = frozenset(ranks)
-        watch.look_with(self.look, lambda rank: among.intersection(self._companions(rank)))
+        watch.look_with(self.look, lambda rank: among.intersection(self._companions(rank)), self.is_in_doubt)
 
     def _companions(self, rank: int) -> set[int]:
         """Return all ranks of the host of `rank` if no beat of ours is answered there now; else none.
@@ -100,6 +100,18 @@ class Heartbeats:
             together = self._hosts.get(rank, set())
             links = [link for partner, link in self._links.items() if partner in together]
             return together if any(link.is_silent for link in links) else set()
+
+    def is_in_doubt(self) -> bool:
+        """Return whether a beat has no answer yet, with beats on all links, those too that have none left.
+
+        Without another beat, a link that has none left would find its host vanished only by the kernel's keepalives.
+        """
+        with self._lock:
+            for link in self._links.values():
+                link.allow_beat()
+        self.look()
+        with self._lock:
+            return any(link.is_in_doubt for link in self._links.values())
 
     def check_store(self) -> None:
         """Raise `NativeError` if the host that serves the world's store has vanished. Never blocks."""

@@ -10,13 +10,13 @@ from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from coordinator.bootstrap.agreement.views import Places, View, Views
-from coordinator.heartbeats import handshake, links
+from coordinator.heartbeats import handshake, links, watching
 from coordinator.heartbeats.handshake import Meeting, Target, listen_at
 from coordinator.heartbeats.joining import join_heartbeats
 from coordinator.heartbeats.links import Link, State
@@ -439,6 +439,45 @@ def test_a_rank_that_another_reports_takes_its_host_along_if_that_is_silent() ->
         assert link.look(time.monotonic() + 1.0) is State.OPEN
         watch.report(2, "its connection has ended")
         assert watch.lost() == (0, 2)
+
+
+def test_a_link_without_beats_beats_once_more_if_its_host_is_in_doubt() -> None:
+    """A rank that finds a connection closed asks; keepalives would find a vanished host only after ten seconds."""
+    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
+        beats[1].listen(watch, (0, 1))
+        (link,) = beats[1]._links.values()
+        link._beats_left = 0
+        assert watch.lost() == ()
+        assert link._seen().silent_s >= 0
+        sent = list[bytes]()
+        connection = link._connection
+        link._connection = cast("socket.socket", Sending(connection, sent))
+        time.sleep(2 * watching._LOOK_EVERY_S)
+        assert watch.lost() == ()
+        assert sent == []
+        time.sleep(2 * watching._LOOK_EVERY_S)
+        assert not watch.is_in_doubt()
+        assert sent == [b"."]
+        assert link._beats_left == 0
+        # From now on the other host does not answer.
+        link._seen = lambda: links._Seen(1, 9.0)  # type: ignore[method-assign]
+        wait_until(watch.is_in_doubt, "the beat has had no answer for the time of one")
+        wait_until(lambda: watch.lost() == (0,), "the host is lost")
+        assert not watch.is_in_doubt()
+
+
+class Sending:
+    """Stands for a socket, and notes what is sent."""
+
+    def __init__(self, connection: socket.socket, sent: list[bytes]) -> None:
+        self._connection, self._sent = connection, sent
+
+    def send(self, data: bytes) -> int:
+        self._sent.append(data)
+        return self._connection.send(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
 
 
 def test_a_watch_that_is_closed_looks_no_more() -> None:

@@ -33,10 +33,18 @@ class FakeWatch:
         self.dead: tuple[int, ...] = ()
         self.stopped: tuple[int, ...] = ()
         self.unseen: tuple[int, ...] = ()
+        self.doubts = 0
         self.closed = 0
 
     def lost(self) -> tuple[int, ...]:
         return self.dead
+
+    def is_in_doubt(self) -> bool:
+        """Say yes `doubts` times; behind the last time rank 6 is found dead."""
+        self.doubts -= 1
+        if self.doubts == 0:
+            self.dead = (6,)
+        return self.doubts >= 0
 
     def watches(self, rank: int) -> bool:
         return rank not in self.unseen
@@ -361,6 +369,14 @@ def test_a_transport_error_is_explained_by_a_death_seen_later(group: Group) -> N
     assert isinstance(error, PeerLostError)
     assert error.peers == (5,)
     assert isinstance(error.__cause__, RuntimeError)
+
+
+def test_a_transport_error_waits_for_a_rank_of_which_the_death_is_in_doubt(group: Group) -> None:
+    """A peer that knows already of a vanished host closes its connections. Ten times 20 ms of doubt are 0.2 s more."""
+    group.watch.doubts = 30
+    error = group.fails(FakeWork(0.0, RuntimeError("connection closed by peer"), [5]), LONG_S)
+    assert isinstance(error, PeerLostError)
+    assert list(error.peers) == [6]
 
 
 def test_a_transport_error_is_explained_by_a_failure_record(group: Group) -> None:

@@ -1,12 +1,14 @@
-"""Find free ports for tests, and the addresses on which a process listens."""
+"""Find free ports for tests, the addresses on which a process listens, and its connections."""
 
 import os
 import socket
 from pathlib import Path
 
-__all__ = ["free_port", "listening_addresses", "listening_ports"]
+__all__ = ["connections", "free_port", "listening_addresses", "listening_ports"]
 
-LISTEN = "0A"  # TCP_LISTEN of include/net/tcp_states.h, as /proc/net/tcp prints it
+# States of include/net/tcp_states.h, as /proc/net/tcp prints them.
+ESTABLISHED = "01"
+LISTEN = "0A"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -19,16 +21,21 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def listening_addresses() -> list[str]:
     """Return the addresses on which this process listens by TCP, without ports, unique and sorted."""
-    return sorted({address for address, _ in _listeners()})
+    return sorted({address for address, _ in _own_sockets(LISTEN)})
 
 
 def listening_ports() -> list[int]:
     """Return the ports on which this process listens by TCP, sorted."""
-    return sorted(port for _, port in _listeners())
+    return sorted(port for _, port in _own_sockets(LISTEN))
 
 
-def _listeners() -> list[tuple[str, int]]:
-    """Return address and port of each socket on which this process listens by TCP."""
+def connections() -> int:
+    """Return how many TCP connections this process holds."""
+    return len(_own_sockets(ESTABLISHED))
+
+
+def _own_sockets(state: str) -> list[tuple[str, int]]:
+    """Return the own address and port of each TCP socket of this process that is in a state."""
     inodes = _own_socket_inodes()
     found = list[tuple[str, int]]()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -37,7 +44,7 @@ def _listeners() -> list[tuple[str, int]]:
             continue
         for line in path.read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == LISTEN and fields[9] in inodes:
+            if fields[3] == state and fields[9] in inodes:
                 address, _, port = fields[1].partition(":")
                 found.append((_decoded(address, family), int(port, 16)))
     return found

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
+from coordinator.host.gloo_addresses import GatheredAddresses
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import fork_count
@@ -132,10 +133,11 @@ class GlooAtAddress(ProcessGroupGloo, metaclass=_EveryGloo):
             super().__init__(store, rank, size, *args, **kwargs)
             return
         gloo, device = _backend_options(options, timeout)
-        super().__init__(store, rank, size, gloo)
+        addresses = _addresses(options, store, rank, size)
+        super().__init__(addresses, rank, size, gloo)
         if options.backend is None:  # torch's debug mode creates a second one, to compare calls
             options.backend = cast("GlooBackend", self)
-        _users[cast("GlooBackend", self)] = device
+        _users[cast("GlooBackend", self)] = device, addresses
 
 
 def build_gloo_backend(backend_options: Any, options: GlooOptions) -> ProcessGroupGloo:
@@ -149,7 +151,15 @@ def build_gloo_backend(backend_options: Any, options: GlooOptions) -> ProcessGro
 # listen on one address, except lazy ones, share one device, which ends with the last of them. A forked child has no
 # threads and needs its own device.
 _devices: Final[weakref.WeakValueDictionary[tuple[str, int], _Device]] = weakref.WeakValueDictionary()
-_users: Final[weakref.WeakKeyDictionary[GlooBackend, _Device]] = weakref.WeakKeyDictionary()
+# The store has to be kept too: Gloo keeps its C++ half only.
+_users: Final[weakref.WeakKeyDictionary[GlooBackend, tuple[_Device, dist.Store]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _addresses(options: GlooOptions, store: dist.Store, rank: int, size: int) -> dist.Store:
+    """Return the store in which a new group finds its addresses; a lazy one asks for each when it connects."""
+    return store if options.is_lazy else GatheredAddresses(store, rank, size)
 
 
 def _device_at(address: str, is_lazy: bool) -> _Device:
@@ -184,8 +194,9 @@ def new_unregistered_gloo_group(
     Collective over its ranks, unless it is lazy: then each rank may call it at any time.
     """
     gloo, device = _backend_options(options, timedelta(seconds=timeout_s))
-    backend = cast("GlooBackend", ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, gloo))
-    _users[backend] = device
+    addresses = _addresses(options, dist.PrefixStore("cpu", store), rank, size)
+    backend = cast("GlooBackend", ProcessGroupGloo(addresses, rank, size, gloo))
+    _users[backend] = device, addresses
     group: Any = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)  # noqa: SLF001 - torch has no other way, here and below

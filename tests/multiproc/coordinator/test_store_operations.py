@@ -123,8 +123,8 @@ def test_a_rank_asks_at_most_twelve_things_to_create_groups(late_s: float) -> No
 
     Counted is each call of a method of torch's store, whoever makes it on the rank: for names, the agreement, the links
     to other hosts. For each second that the creation takes, one more is allowed. Counted apart are, by their keys, the
-    operations of Gloo, which asks three times for each mesh, and in the world, which is lazy, as it connects; and looks for a
-    failure of another rank, ten a second while connections are opened, of which none is made before the ranks agree.
+    operations of Gloo, three for each mesh, and those of the lazy world as it connects; and looks for a failure of
+    another rank, ten a second while connections are opened, of which none is made before the ranks agree.
     """
     ranks = run_on_two_hosts(__name__, str(late_s))
     for rank, found in enumerate(ranks):

@@ -2,13 +2,13 @@
 
 import math
 import struct
+import time
 import types
 from typing import Any, cast
 
 import pytest
 import torch
 
-from device_comm.cpu.several_hosts import line
 from device_comm.cpu.several_hosts.leaders import Call, Leaders
 from device_comm.cpu.several_hosts.levels import takes_one_swap
 from device_comm.cpu.several_hosts.line import UNMEASURED_BYTES, measured_worth_bytes, worth_bytes
@@ -71,7 +71,7 @@ class StubLeaders:
 def test_the_slowest_leader_counts(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each leader tells what it measured; all ranks, those that lead nobody too, draw the same conclusion."""
     leaders = StubLeaders(others)
-    monkeypatch.setattr(line.time, "monotonic", lambda: leaders.now)
+    monkeypatch.setattr(time, "monotonic", lambda: leaders.now)
     told: list[bytes] = []
 
     def exchange(own: bytes) -> list[bytes]:

@@ -23,6 +23,8 @@ from tests.worlds import new_group
 pytestmark = [pytest.mark.thorough, requires("network_namespaces")]
 
 MOST = 12
+# Of the groups that a rank creates at once, one has ranks on both hosts: a mesh for each of its planes.
+MESHES = 2
 LATE_S = 2.5
 CREATIONS = ["the world", "the group of the world", "the groups of a layout", "one more group"]
 
@@ -117,6 +119,7 @@ def is_of_torch(key: str) -> bool:
 
 
 @pytest.mark.guarantee("D92")
+@pytest.mark.guarantee("D94")
 @pytest.mark.parametrize("late_s", [0.0, LATE_S])
 def test_a_rank_asks_at_most_twelve_things_to_create_groups(late_s: float) -> None:
     """Joining the world, its group, all groups of a layout and one more group: each at most 12 operations per rank.
@@ -136,5 +139,7 @@ def test_a_rank_asks_at_most_twelve_things_to_create_groups(late_s: float) -> No
             assert 5 <= len(ours) <= MOST + int(creation["took_s"]), (rank, name, ours)
             agreed = next(place for place, each in enumerate(asked) if each[1].endswith("/outcome"))
             assert not set(looks) & set(asked[:agreed]), (rank, name, asked)
+            meshes = [each for each in creation["asked"] if "/process_groups/" in each[1]]
+            assert len(meshes) == (0 if name == CREATIONS[0] else 3 * MESHES), (rank, name, meshes)
             if rank < 3:
                 assert creation["took_s"] >= late_s

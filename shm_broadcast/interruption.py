@@ -8,8 +8,11 @@ import threading
 from functools import partial
 from inspect import CO_VARARGS
 from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Final
 
 __all__ = ["is_held", "raised_by_handler"]
+
+_SIGNALS: Final = tuple(map(int, signal.valid_signals()))
 
 
 def raised_by_handler(error: BaseException) -> bool:
@@ -29,14 +32,16 @@ def raised_by_handler(error: BaseException) -> bool:
     while frame is not None:
         running.add(frame)
         frame = frame.f_back
-    installed = _installed()
+    installed: set[CodeType] | None = None  # to ask takes much longer than the native core takes to refuse
     traceback, before = error.__traceback__, None
     while traceback is not None:
         frame = traceback.tb_frame
         # What leaves a handler passes into the frame that it has interrupted. Native code may ask before that.
         has_left = before is None or before is frame.f_back
-        if has_left and frame not in running and (frame.f_code in installed or _is_handler(frame)):
-            return True
+        if has_left and frame not in running:
+            installed = _installed() if installed is None else installed
+            if frame.f_code in installed or _is_handler(frame):
+                return True
         traceback, before = traceback.tb_next, frame
     return False
 
@@ -44,7 +49,7 @@ def raised_by_handler(error: BaseException) -> bool:
 def _installed() -> set[CodeType]:
     """Return the code of the handlers that are written in Python and installed now."""
     found = set()
-    for number in signal.valid_signals():
+    for number in _SIGNALS:
         handler: object = signal.getsignal(number)
         while isinstance(handler, partial):
             handler = handler.func

@@ -266,8 +266,8 @@ def join(me: int, note: str) -> Steps:
     """Wait until a planned change has a place for this process, and take part in it; see `agree_on_members`.
 
     Returns:
-        `Prepared`; `Refused` if a member could not go on, or, with number 0, if nobody will ever take it in; `Late` if
-        nobody has invited it in time.
+        `Prepared`; `Refused` if a member could not go on or did not come, or, with number 0, if nobody will ever take
+        it in; `Late` if nobody has invited it in time.
     """
     yield Put(f"joining/{me}", msgspec.json.encode(Presence((), note)).decode())
     while True:
@@ -277,9 +277,12 @@ def join(me: int, note: str) -> Steps:
         if found:
             number = int(found[f"invited/{me}"])
             decided = yield Get((_key(number, "members"),))
-            return (
-                yield from _take_part(me, number, _decided_decoder.decode(decided[_key(number, "members")]))
-            )
+            end = yield from _take_part(me, number, _decided_decoder.decode(decided[_key(number, "members")]))
+            if isinstance(end, Late):
+                # A member had given the attempt up, for one that is missing, before another one chose who takes part.
+                who = f"member(s) {_listed(end.missing)}" if end.missing else "all that are to join"
+                return Refused(number, f"the change was given up: {who} did not come in time, or ended")
+            return end
         if (yield Pause(0, "invited")) == 2:
             return Late(0, ())
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.rebuild_cycles import Crowd
+from tests.waiting import wait_until
 
 RANKS = 4
 LEAVES = 3
@@ -46,7 +47,12 @@ def die_in_a_change(role: str, step: int) -> str:
             assert crowd.answer(joins)[:2] == [RANKS - 1, RANKS]
         assert crowd.ask(now, "go_on", 1) == [[rank, len(now)] for rank in range(len(now))]
         if has_joiner and what == "stayed":
-            if crowd.ask(now[:1], "waiting") == [1]:
+            # It may be about to say that it waits, or to learn that the change was given up.
+            wait_until(
+                lambda: crowd.has_answered(joins) or crowd.ask(now[:1], "waiting") == [1],
+                "the process that joins to wait, or to be refused",
+            )
+            if not crowd.has_answered(joins):
                 # The change was given up before anybody had invited it.
                 crowd.ask(now, "exchange", [], 1)
                 assert crowd.answer(joins)[:2] == [len(now), len(now) + 1]

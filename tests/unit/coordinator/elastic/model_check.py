@@ -183,7 +183,8 @@ def explore(members: int, limits: Limits) -> Result:
 
     Raises:
         AssertionError: Two ranks have different members for one epoch, a rank is complete though another member has not
-            built its groups, or ranks wait for each other for ever.
+            built its groups, ranks wait for each other for ever, or one that joins says that nobody has invited it
+            though it has taken part.
     """
     limits = dataclasses.replace(limits, members=members)
     everybody = tuple(range(members))
@@ -201,7 +202,7 @@ def explore(members: int, limits: Limits) -> Result:
             continue
         seen.add(key)
         result.states += 1
-        _check(state)
+        _check(state, members)
         following = list(_following(state, programs, limits))
         if not following:
             _check_over(state)
@@ -325,11 +326,15 @@ def _sorted(store: dict[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(store.items()))
 
 
-def _check(state: _State) -> None:
+def _check(state: _State, members: int) -> None:
     store = dict(state.store)
     memberships: dict[int, set[tuple[int, ...]]] = {}
     for me, place in enumerate(state.places):
         end = place.end
+        if isinstance(end, protocol.Late) and me >= members:
+            assert end == protocol.Late(0, ()), (
+                f"rank {me} has taken part in attempt {end.number}, and ends with {end}"
+            )
         if isinstance(end, protocol.Complete):
             assert me in end.members, f"rank {me} is none of {end.members}"
             memberships.setdefault(end.number, set()).add(end.members)

@@ -1,7 +1,11 @@
 """The agreement on members, explored in every order of its steps."""
 
+from typing import Any
+
+import msgspec
 import pytest
 
+from coordinator.elastic import protocol
 from tests.unit.coordinator.elastic.model_check import Limits, explore
 
 
@@ -37,6 +41,7 @@ def test_ranks_that_give_up_waiting_too_early_agree_all_the_same() -> None:
         Limits(is_planned=True, leavers=(1,)),
         Limits(is_planned=True, leavers=(1,), crashes=1, give_ups=1),
         Limits(is_planned=True, joiners=1),
+        pytest.param(Limits(is_planned=True, joiners=1, give_ups=1), marks=pytest.mark.thorough),
         pytest.param(Limits(is_planned=True, joiners=1, crashes=1), marks=pytest.mark.thorough),
         pytest.param(Limits(is_planned=True, joiners=1, leavers=(0,), crashes=1), marks=pytest.mark.thorough),
     ],
@@ -48,6 +53,41 @@ def test_a_planned_change_is_made_by_all_or_by_nobody(limits: Limits) -> None:
         made = [each for each in end if each.startswith(("Complete", "Excluded"))]
         given_up = [each for each in end if each.startswith(("Refused", "Late"))]
         assert not (made and given_up), end
+
+
+@pytest.mark.guarantee("E8")
+@pytest.mark.parametrize(("missing", "who"), [((0,), "member(s) 0"), ((), "all that are to join")])
+def test_one_that_joins_learns_why_a_change_was_given_up_before_it_was_invited(
+    missing: tuple[int, ...], who: str
+) -> None:
+    """Member 1 gives up as member 0 ends; then member 2, which has seen neither, chooses and invites."""
+    store = {
+        "1/go": protocol.LATE + msgspec.json.encode(missing).decode(),
+        "1/members": msgspec.json.encode(
+            protocol._Decided(protocol.Chosen((0, 1, 2, 3)), (0, 1, 2, 3), True)
+        ).decode(),
+        **{f"1/present/{member}": msgspec.json.encode(protocol.Presence(())).decode() for member in range(3)},
+        "invited/3": "1",
+    }
+    reason = f"the change was given up: {who} did not come in time, or ended"
+    assert _end_of(protocol.join(3, ""), store) == protocol.Refused(1, reason)
+
+
+def _end_of(steps: protocol.Steps, store: dict[str, str]) -> Any:
+    """Return the end of a program that never waits, on a store of its own."""
+    answer: Any = None
+    while True:
+        try:
+            wants = steps.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(wants, protocol.Put):
+            store[wants.key], answer = wants.value, None
+        elif isinstance(wants, protocol.Get):
+            answer = {key: store[key] for key in wants.keys if key in store}
+        else:
+            assert isinstance(wants, protocol.Judge), wants
+            answer = ""
 
 
 @pytest.mark.parametrize(

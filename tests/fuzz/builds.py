@@ -1,5 +1,6 @@
 """Native cores built for fuzzing: with the sanitizers, or counting the lines that run."""
 
+import fcntl
 import os
 import subprocess
 import sysconfig
@@ -7,12 +8,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["CORES", "COUNTING", "LOAD", "ROOT", "SANITIZED", "build_core"]
+__all__ = ["CORES", "COUNTING", "LOAD", "ROOT", "SANITIZED", "build_core", "build_inputs", "built_cores"]
 
 ROOT = Path(__file__).parents[2]
 CORES = {"shm_broadcast._core": ROOT / "shm_broadcast/csrc", "device_comm._core": ROOT / "device_comm/csrc"}
 """By the name of the module: where its sources are."""
 
+LIBRARY = "_core.abi3.so"
 SANITIZED = [
     "-O1",
     "-g1",
@@ -35,6 +37,35 @@ del sys.argv[1]
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=False)
 """
 """A program: its arguments are names and paths of cores, "--", and a module to run with its arguments."""
+
+
+INPUTS = Path(__file__).with_name("inputs.cpp")
+
+
+def build_inputs(folder: Path) -> Path:
+    """Compile what makes the inputs into `folder`, unless it is there; return its path."""
+    library = folder / "inputs.so"
+    if not library.exists():
+        flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+        places = [f"-I{sysconfig.get_path('include')}"]
+        environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        command = ["g++", *flags, *places, str(INPUTS), "-o", str(library)]
+        subprocess.run(command, check=True, timeout=120, env=environ)
+    return library
+
+
+def built_cores(folder: Path, options: Sequence[str]) -> list[str]:
+    """Return the names and the paths of the cores in `folder`, which the first of several processes builds."""
+    folder.mkdir(exist_ok=True)
+    done = folder / "done"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            build_inputs(folder)
+            for name in CORES:
+                build_core(name, folder / name, options)
+            done.touch()
+    return [text for name in CORES for text in (name, str(folder / name / LIBRARY))]
 
 
 def build_core(name: str, folder: Path, options: Sequence[str]) -> Path:
@@ -63,6 +94,6 @@ def build_core(name: str, folder: Path, options: Sequence[str]) -> Path:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, sources))
-    library = folder / "_core.abi3.so"
+    library = folder / LIBRARY
     subprocess.run(["g++", "-shared", *options, *objects, "-o", str(library)], check=True, timeout=120)
     return library

@@ -1,15 +1,18 @@
 """Give decoders changed messages: `python -m tests.fuzz.driver codec --inputs 10000000`.
 
-Input `number` of a target is the same in every run. The file behind `--input-file` always holds the input that is being
-decoded: if the process dies, it is there.
+Input `number` of a target is the same in every run. The file behind `--input-file` always holds the number, the size
+and the bytes of the input that is being decoded: if the process dies, it is there.
 """
 
 import argparse
-import ctypes
+import functools
+import gc
+import importlib.machinery
+import importlib.util
 import mmap
 import os
 import random
-import subprocess
+import struct
 import sys
 import tempfile
 import time
@@ -18,12 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.builds import build_inputs
 from tests.fuzz.target import Target
 from tests.fuzz.targets import TARGETS
 
-__all__ = ["FuzzError", "Mutator", "fuzz"]
+__all__ = ["FuzzError", "Mutator", "again", "fuzz"]
 
-SOURCE = Path(__file__).with_name("mutate.cpp")
+CURRENT = struct.Struct("=QQ")
+"""What stands before the bytes of the current input: its number and its size."""
 ROOM = 1 << 16
 """The longest input; the seeds are far shorter, as most of a long message is data."""
 
@@ -33,50 +38,60 @@ class FuzzError(AssertionError):
 
 
 class Mutator:
-    """Makes the inputs of one target.
+    """Makes the inputs of one target, and gives them to its decoder."""
 
-    Attributes:
-        memory: Where the current input stands, behind its length.
-    """
-
-    def __init__(self, seeds: Sequence[bytes], folder: Path, input_file: Path | None = None) -> None:
-        """Compile the mutations into `folder`, unless they are there."""
-        library = folder / "mutate.so"
-        if not library.exists():
-            command = [
-                "g++",
-                "-std=c++20",
-                "-O2",
-                "-Wall",
-                "-Wextra",
-                "-Werror",
-                "-shared",
-                "-fPIC",
-                str(SOURCE),
-            ]
-            subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
-        self._mutate = ctypes.CDLL(str(library)).mutate
-        self._mutate.restype = ctypes.c_size_t
-        kinds: list[Any] = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
-        self._mutate.argtypes = [*kinds, *kinds[1:], ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    def __init__(
+        self, seeds: Sequence[bytes], folder: Path, input_file: Path | None = None, *, is_fixed: bool = False
+    ) -> None:
+        """Compile the native part into `folder`, unless it is there."""
+        if max(map(len, seeds)) > ROOM:
+            raise ValueError("a seed is longer than the longest input")
+        self._native = _loaded(build_inputs(folder))
         if input_file is None:
-            self.memory = mmap.mmap(-1, ROOM)
+            self._memory = mmap.mmap(-1, CURRENT.size + ROOM)
         else:
             with input_file.open("w+b") as file:
-                file.truncate(ROOM)
-                self.memory = mmap.mmap(file.fileno(), ROOM)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self._seeds = list(seeds)
+                file.truncate(CURRENT.size + ROOM)
+                self._memory = mmap.mmap(file.fileno(), CURRENT.size + ROOM)
+        self._how = tuple(seeds), self._memory, is_fixed
 
-    def input(self, number: int, *, is_fixed: bool) -> bytes:
+    def input(self, number: int) -> bytes:
         """Return input `number`; the first ones are the seeds as they are."""
-        seeds = self._seeds
-        seed = seeds[number % len(seeds)]
-        if number < len(seeds):
-            return seed
-        other = seeds[number // 7 % len(seeds)]
-        size = self._mutate(number, seed, len(seed), other, len(other), self._address, ROOM, is_fixed)
-        return self.memory[:size]
+        data: bytes = self._native.make(*self._how, number)
+        return data
+
+    def decode(self, target: Target, first: int, inputs: int) -> dict[str, int]:
+        """Do what `fuzz` does."""
+        try:
+            accepted, refusals = self._native.decode(
+                *self._how, first, inputs, target.repair, target.run, target.errors, target.is_view
+            )
+        except Exception as error:
+            number, size = CURRENT.unpack_from(self._memory)
+            data = self._memory[CURRENT.size : CURRENT.size + min(size, 300)]
+            raise FuzzError(
+                f"{target.name}, input {number}: {type(error).__name__}: {error}; it began with {data.hex()}. "
+                f"Again: {again(target, number)}"
+            ) from error
+        counts = {cls.__name__: count for cls, count in refusals}
+        return counts | ({"accepted": accepted} if accepted else {})
+
+
+@functools.cache
+def _loaded(library: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader("inputs", str(library))
+    spec = importlib.util.spec_from_file_location("inputs", library, loader=loader)
+    if spec is None:
+        raise ImportError(f"{library} is no module")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def again(target: Target, number: int) -> str:
+    """Return the command that decodes input `number` after those that have changed what it meets."""
+    earlier = number % target.series
+    return f"python -m tests.fuzz.driver {target.name} --first {number - earlier} --inputs {earlier + 1}"
 
 
 def fuzz(
@@ -91,28 +106,10 @@ def fuzz(
         FuzzError: A decoder raised another error; the text holds the number and the input.
     """
     try:
-        return _fuzz(target, Mutator(target.seeds, folder, input_file), range(first, first + inputs))
+        mutator = Mutator(target.seeds, folder, input_file, is_fixed=target.is_fixed)
+        return mutator.decode(target, first, inputs)
     finally:
         target.close()
-
-
-def _fuzz(target: Target, mutator: Mutator, numbers: range) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    allowed, run, repair, is_fixed = target.errors, target.run, target.repair, target.is_fixed
-    for number in numbers:
-        data = repair(mutator.input(number, is_fixed=is_fixed), number)
-        try:
-            run(data)
-            end = "accepted"
-        except allowed as error:
-            end = type(error).__name__
-        except Exception as error:
-            raise FuzzError(
-                f"{target.name}, input {number}: {type(error).__name__}: {error}; it was {data[:300].hex()}. Again: "
-                f"python -m tests.fuzz.driver {target.name} --first {number} --inputs 1"
-            ) from error
-        counts[end] = counts.get(end, 0) + 1
-    return counts
 
 
 def main() -> int:
@@ -124,16 +121,23 @@ def main() -> int:
     )
     parser.add_argument("--first", type=int, default=0, help="number of the first input (0)")
     parser.add_argument("--input-file", type=Path, default=None, help="where the current input is kept")
+    parser.add_argument(
+        "--built", type=Path, default=None, help="a folder in which the inputs' maker is kept"
+    )
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     random.seed(0)
+    gc.freeze()  # what was imported is not looked through again for each collection
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         for name in chosen.targets:
-            start = time.monotonic()
-            counts = fuzz(TARGETS[name](), Path(folder), chosen.inputs, chosen.first, chosen.input_file)
-            seconds = time.monotonic() - start
-            print(f"{name}: {chosen.inputs} inputs in {seconds:.0f} s: {counts} passed", flush=True)
-    sys.stdout.flush()
+            start, used = time.monotonic(), time.process_time()
+            built = chosen.built or Path(folder)
+            counts = fuzz(TARGETS[name](), built, chosen.inputs, chosen.first, chosen.input_file)
+            seconds, used = time.monotonic() - start, time.process_time() - used
+            print(
+                f"{name}: {chosen.inputs} inputs in {seconds:.0f} s, {used:.0f} s of processor time: {counts} passed",
+                flush=True,
+            )
     return os.EX_OK
 
 

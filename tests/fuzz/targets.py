@@ -1,15 +1,14 @@
 """What is fuzzed: decoders with valid messages to begin with, and the errors with which they may refuse an input."""
 
 import array
-import hashlib
-import hmac
 import itertools
 import os
 import socket
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
+from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 import zmq
 
-from shm_broadcast import _core, codec, segment
+from shm_broadcast import _core, codec, handle, segment
 from shm_broadcast.codec import decode, encode, frame_length
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteSettings
 from shm_broadcast.errors import DecodeError, PeerLostError
@@ -29,7 +28,7 @@ from shm_broadcast.remote.ledger import Inbox, Ledger
 from shm_broadcast.remote.news import News
 from shm_broadcast.remote.wire import Kind, pack
 from shm_broadcast.segment import Handover, Hello
-from tests.fuzz.shared_memory_targets import board_target, channels_target, region_target
+from tests.fuzz.shared_memory_targets import block_of, board_target, channels_target, region_target
 from tests.fuzz.target import Target
 from tests.hostile_frames import array as array_frame
 from tests.hostile_frames import frame_of, hook
@@ -80,32 +79,32 @@ def codec_target() -> Target:
         frame_of(array_frame("<i4", [], b"abcd")),
     ]
     frames = [frame for frame in frames if len(frame) < 6000]
-    turn = itertools.count()
+    count = len(frames)
 
-    def run(data: bytes) -> None:
-        # Both ways for each seed, whatever their number is.
-        copy = next(turn) // len(frames) % 2 == 0
+    def run(data: memoryview, number: int) -> None:
         if len(data) % 8 == 0:
             frame_length(data[:16])
-        decode(data, copy=copy)
+        # Both ways for each seed, mended or not.
+        decode(data, copy=number // count // 4 % 2 == 0)
 
     def mended(data: bytes, number: int) -> bytes:
         """Let the prefix match the length in three of four inputs; the tree and the table then decide."""
-        if number // len(frames) % 4 == 1 or len(data) < 32:
+        if number // count % 4 == 1 or len(data) < 32:
             return data
-        changed = bytearray(data)
-        changed[:8] = b"GCBC\x01\0\0\0"
-        struct.pack_into("<Q", changed, 8, len(data))
-        return bytes(changed)
+        return b"GCBC\x01\0\0\0" + len(data).to_bytes(8, "little") + data[16:]
 
-    return Target("codec", frames, run, (DecodeError,), mended, results=("accepted", "DecodeError"))
+    results = ("accepted", "DecodeError")
+    return Target("codec", frames, run, (DecodeError,), mended, is_view=True, results=results)
 
 
 # --- the handle of a queue ------------------------------------------------------------------------------------
 
 
 def handle_target() -> Target:
-    """Return the decoder of handles; the changed body is signed again, as only the key's owner could."""
+    """Return the decoder of handles; the changed body is signed again, as only the key's owner could.
+
+    A quicker digest stands in for that of OpenSSL, which takes more time than the decoder.
+    """
     settings = RemoteSettings()
     public = bytes(range(1, 33))
     far = RemoteEndpoint(1, "10.0.0.1", 4000, public, 7, (2, 3), settings)
@@ -118,16 +117,23 @@ def handle_target() -> Target:
     bodies = [msgspec.msgpack.encode(each) for each in handles[:2]]
     bodies.append(msgspec.msgpack.encode(msgspec.structs.replace(near, remote=handles[2])))
 
+    def digest(key: bytes, message: bytes, name: str) -> bytes:
+        return blake2b(message, key=key, digest_size=32).digest()
+
+    before = vars(handle)["hmac"]
+    vars(handle)["hmac"] = SimpleNamespace(digest=digest, compare_digest=before.compare_digest)
+
     def signed(body: bytes, number: int) -> bytes:
-        mac = hmac.digest(KEY, b"handle" + body, "sha256")
-        return (mac if number % 16 else bytes(32)) + body
+        return (digest(KEY, b"handle" + body, "") if number % 16 else bytes(32)) + body
 
     return Target(
         "handle",
         bodies,
-        lambda data: QueueHandle.from_bytes(data, KEY),
+        lambda data, number: QueueHandle.from_bytes(data, KEY),
         (DecodeError,),
         signed,
+        close=lambda: vars(handle).update(hmac=before),
+        stand_ins=(digest,),
         results=("accepted", "DecodeError"),
     )
 
@@ -171,82 +177,105 @@ class _Peer:
         pass
 
 
+class _Descriptors:
+    """Stands for the descriptors of this process: what asks the kernel takes ten times as long as what decodes."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._numbers = itertools.count(1 << 30)  # no descriptor of this process has such a number
+
+    def open(self, *_: object) -> int:
+        number = next(self._numbers)
+        self._open.add(number)
+        return number
+
+    def close(self, number: int) -> None:
+        if number not in self._open:
+            raise AssertionError("a descriptor is closed that is not open")
+        self._open.discard(number)
+
+    def check_closed(self) -> None:
+        if self._open:
+            raise AssertionError(f"{len(self._open)} descriptors were left open")
+
+
 def handover_target() -> Target:
     """Return both ends of a handover: the owner reads a peer's introduction, the peer the owner's answer.
 
-    What asks the kernel takes ten times as long as what decodes, so it is replaced until `close`.
+    What asks the kernel, and the digest of OpenSSL, are replaced until `close`.
     """
-    identity, null, turn = this_process(), os.open(os.devnull, os.O_RDONLY), itertools.count()
+    identity, descriptors = this_process(), _Descriptors()
     hellos = [msgspec.msgpack.encode(Hello(member, identity)) for member in (1, 2, -1)]
     owner: Any = Handover.__new__(Handover)
-    owner._key, owner._own, owner._watch = KEY, identity, null
-    owner._segment = SimpleNamespace(descriptor=null)
+    owner._key, owner._own, owner._watch = KEY, identity, -1
+    owner._segment = SimpleNamespace(descriptor=-1)
     owner._poller = SimpleNamespace(unregister=_ignore)
-    owner._joined = lambda hello, descriptor: os.close(descriptor)
-    owner._pages = kept = SimpleNamespace(own=null, take=os.close)
+    owner._joined = lambda hello, descriptor: descriptors.close(descriptor)
+    owner._pages = kept = SimpleNamespace(own=-1, take=descriptors.close)
     challenge = bytes(32)
     there: list[_Peer] = []
     met: Counter[str] = Counter()
-    # Inputs that are right are rare, and come with each number of descriptors in turn.
-    right = itertools.count()
-
-    def count_of(body: bytes, number: int) -> int:
-        return (next(right) if body in hellos else number) % 3
+    ends: dict[int, bytes | OSError] = {0: b"", 25: ConnectionResetError()}
 
     def new_socket() -> _Peer:
         return there.pop()
 
     replaced: dict[str, Callable[..., Any]] = {
-        "_proof": lambda key, role, data: hashlib.blake2b(role + data, key=key, digest_size=32).digest(),
+        "_proof": lambda key, role, data: blake2b(role + data, key=key, digest_size=32).digest(),
         "this_process": lambda: identity,
-        "open_pidfd": lambda pid: os.dup(null),
+        "open_pidfd": descriptors.open,
         "new_socket": new_socket,
     }
-    before = {name: vars(segment)[name] for name in replaced}
-    vars(segment).update(replaced)
+    before = {name: vars(segment)[name] for name in (*replaced, "os")}
+    vars(segment).update(
+        replaced, os=SimpleNamespace(close=descriptors.close, getpid=os.getpid, strerror=os.strerror)
+    )
     proof = segment._proof(KEY, b"peer", challenge + hellos[0])
 
-    def peer_says(body: bytes, number: int) -> None:
+    def peer_says(body: bytes, number: int, count: int) -> None:
         owner._members = {1, 2}
         said = segment._proof(KEY, b"peer", challenge + body) if number % 16 else bytes(32)
-        given = [os.dup(null) for _ in range(count_of(body, number))]
+        given = [descriptors.open() for _ in range(count)]
         visitor: Any = _Peer(said + body, descriptors=given)
         owner._visitors = {0: segment._Visitor(visitor, challenge, 0.0)}
         owner._answer(0)
 
-    def owner_says(body: bytes, number: int) -> None:
+    def owner_says(body: bytes, number: int, count: int) -> None:
         answer = segment._proof(KEY, b"owner", proof + body) if number % 16 else bytes(32)
-        count = 0 if number % 50 == 25 else (2, 1, 3)[count_of(body, number)]
-        given = [os.dup(null) for _ in range(count)]
-        ends: dict[int, bytes | OSError] = {0: b"", 25: ConnectionResetError()}
-        there.append(_Peer(challenge, ends.get(number % 50, answer + body), descriptors=given))
+        last = ends.get(number % 50, answer + body)
+        given = [descriptors.open() for _ in range((2, 1, 3)[count] if number % 50 not in ends else 0)]
+        there.append(_Peer(challenge, last, descriptors=given))
         try:
             memory, _, watch = segment.take_descriptor("address", KEY, 1, 1.0, _ignore, kept)
         finally:
             if there:
                 raise AssertionError("the owner's answer was not read")
         met["taken"] += 1
-        os.close(memory)
-        os.close(watch)
+        descriptors.close(memory)
+        descriptors.close(watch)
 
-    def run(data: bytes) -> None:
-        number = next(turn)
-        if number % 2:
-            peer_says(data, number // 2)
-        else:
-            owner_says(data, number // 2)
-
-    def close() -> None:
-        vars(segment).update(before)
-        os.close(null)
+    def run(data: bytes, number: int) -> None:
+        # Each seed meets each number of descriptors on both ways.
+        says, count = owner_says if number % 2 == 0 else peer_says, number // 6 % 3
+        try:
+            says(data, number // 2, count)
+        finally:
+            descriptors.check_closed()
 
     return Target(
         "handover",
         hellos,
         run,
         (DecodeError, PeerLostError),
-        close=close,
-        stand_ins=(*replaced.values(), owner._joined, _Peer.recv, _Peer.recvmsg, _Peer.sendmsg),
+        close=lambda: vars(segment).update(before),
+        stand_ins=(
+            *replaced.values(),
+            descriptors.close,
+            owner._joined,
+            _Peer.recv,
+            _Peer.recvmsg,
+            _Peer.sendmsg,
+        ),
         results=("accepted", "DecodeError", "PeerLostError", "taken"),
         met=met,
     )
@@ -290,14 +319,12 @@ def remote_target() -> Target:
         pack(Kind.BYE, 0, 0, 5),
     ]
     endpoint = RemoteEndpoint(1, "10.0.0.1", 4000, bytes(range(1, 33)), 7, (1, 2), RemoteSettings())
-    ends = itertools.count()
     readers, writers = _reader(endpoint), _writer(endpoint)
 
-    def run(data: bytes) -> None:
-        number = next(ends)
+    def run(data: bytes, number: int) -> None:
         if number % 512 == 0:  # what was heard before changes what is expected
             readers.begin()
-            writers.begin()
+            writers.begin(is_ended=number % 1024 == 0)
         record = wire.unpack(zmq.Frame(data))
         if number % 2:
             readers.hear(record)
@@ -309,6 +336,7 @@ def remote_target() -> Target:
         records,
         run,
         (DecodeError,),
+        series=512,
         stand_ins=(_Socket.send, codec.decode),
         results=("accepted", "DecodeError"),
     )
@@ -338,20 +366,20 @@ def _writer(endpoint: RemoteEndpoint) -> Any:
     end: Any = writer.RemoteWriter.__new__(writer.RemoteWriter)
     end.endpoint, end._router, end._identity, end.name = endpoint, _Socket(), b"", "q"
     end._news = News()
-    end._is_ended, end._is_cut, end._send = False, False, end._router.send
+    end._is_cut, end._send = False, end._router.send
     messages = [encode({"step": number}) for number in range(3)]
 
-    def begin() -> None:
+    def begin(*, is_ended: bool) -> None:
         end._ledger = Ledger((1, 2), 1 << 20)
         for message in messages:
             end._ledger.add(end._ledger.cut(message))
-        end._is_ended = not end._is_ended
+        end._is_ended = is_ended
 
     def hear(record: wire.Record) -> None:
         for rank, link in end._ledger.links.items():
             end._hear(link, b"route %d" % rank, record)
 
-    begin()
+    begin(is_ended=True)
     return SimpleNamespace(begin=begin, hear=hear)
 
 
@@ -398,33 +426,42 @@ def ring_target() -> Target:
         _core.ring_attach(memory, 0)
         end = _core.WriteEndpoint(memory, codec.describe, "park", _look_around)
         for each in objects:
-            _try(partial(end.send, each, 0))
+            with suppress(RefusedError):
+                end.send(each, 0)
         seeds.append(_kept(memory))
     _claim_too_much(memory)
     seeds.append(_kept(memory))
     calls = ("waited", "taken", "received", "sent at once", "sent")
+    refusals = {call: f"{call}: refused" for call in calls}
     met: Counter[str] = Counter()
 
-    def tried(name: str, call: Callable[[], object]) -> None:
-        met[name if _try(call) else f"{name}: refused"] += 1
+    def tried(name: str, call: Callable[..., object], *arguments: object) -> None:
+        """Make a call that may be refused, and go on with the same memory."""
+        try:
+            call(*arguments)
+        except (ValueError, RefusedError):
+            name = refusals[name]
+        met[name] += 1
 
-    def run(data: bytes) -> None:
-        memory = bytearray(RING_BYTES)  # each in a block of its own, so that the sanitizer sees its ends
-        memory[:FIRST_PLACE] = data[:FIRST_PLACE]
-        memory[4096 : 4096 + len(data) - FIRST_PLACE] = data[FIRST_PLACE:]
-        _core.ring_facts(memory)
-        _core.ring_state(memory)
-        tried("waited", lambda: _core.ring_wait(memory, 0, 0, 0))
-        tried("taken", lambda: _core.ring_take(memory, 0))
-        there = _core.ReadEndpoint(memory, 0, codec.build_owned, "park", _look_around)
+    block, zeros = block_of(RING_BYTES), bytes(RING_BYTES)
+
+    def run(data: bytes, number: int) -> None:
+        block[:] = zeros
+        block[:FIRST_PLACE] = data[:FIRST_PLACE]
+        block[4096 : 4096 + len(data) - FIRST_PLACE] = data[FIRST_PLACE:]
+        _core.ring_facts(block)
+        _core.ring_state(block)
+        tried("waited", _core.ring_wait, block, 0, 0, 0)
+        tried("taken", _core.ring_take, block, 0)
+        receive = _core.ReadEndpoint(block, 0, codec.build_owned, "park", _look_around).receive_within
         for _ in range(3):
-            tried("received", lambda: there.receive_within(0, 0))
-        back = _core.WriteEndpoint(memory, codec.describe, "park", _look_around)
-        tried("sent at once", lambda: back.send_now({"x": 1}, 0))
-        tried("sent", lambda: back.send(b"y" * 3000, 0))
+            tried("received", receive, 0, 0)
+        back = _core.WriteEndpoint(block, codec.describe, "park", _look_around)
+        tried("sent at once", back.send_now, {"x": 1}, 0)
+        tried("sent", back.send, b"y" * 3000, 0)
 
     # A header that `ring_wait` would refuse has been refused by `ring_facts` before.
-    ends = [f"{call}{end}" for call in calls for end in ("", ": refused") if call + end != "waited: refused"]
+    ends = [*calls, *(refusal for call, refusal in refusals.items() if call != "waited")]
     return Target(
         "ring",
         seeds,
@@ -435,15 +472,6 @@ def ring_target() -> Target:
         results=("accepted", "MappingError", *ends),
         met=met,
     )
-
-
-def _try(call: Callable[[], object]) -> bool:
-    """Make a call that may be refused, and go on with the same memory; return whether it was not."""
-    try:
-        call()
-    except (ValueError, RefusedError):
-        return False
-    return True
 
 
 TARGETS: dict[str, Callable[[], Target]] = {

@@ -8,6 +8,7 @@ start with an underscore and may rely on what was checked.
 from __future__ import annotations
 
 import dataclasses
+import socket
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,8 +63,9 @@ class CommunicatorContext:
         exchange: Takes this rank's bytes and returns those of all ranks, in group order, over the host plane: how
             device communicators agree on facts before they can talk themselves. Collective; has its own deadline.
             Required by NCCL, and for several ranks on the CPU that are given no `shared` memory.
-        other_group: Another process group over Gloo of the same ranks, which stays the caller's and whose tags the
-            communicator shares, or None. With it, large tensors pass in both directions between two ranks at once.
+        connect: Opens a TCP connection with each of the ranks in the group that it is given, and returns them by rank;
+            the caller owns them. Collective over the group: of two ranks, both name the other or neither does. Has its
+            own deadline. Required for ranks on several hosts, on the CPU.
     """
 
     name: str
@@ -76,7 +78,7 @@ class CommunicatorContext:
     shared: object = None
     cuda: object = None
     exchange: Callable[[bytes], list[bytes]] | None = None
-    other_group: dist.ProcessGroup | None = None
+    connect: Callable[[Sequence[int]], dict[int, socket.socket]] | None = None
 
     @property
     def world_size(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -22,6 +23,7 @@ from coordinator.bootstrap.blocking_calls import (
     raise_if_lost,
     refuse_clones,
 )
+from coordinator.bootstrap.group_connections import open_connections
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
 from coordinator.bootstrap.status_store import GroupStatusStore, WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport
@@ -313,7 +315,19 @@ class GroupBuilder:
             shared=self._shared,
             cuda=self.settings.cuda,
             exchange=host.exchange,
-            other_group=self._process_groups.host,
+            connect=partial(self._open_connections, host),
+        )
+
+    def _open_connections(self, host: HostPlane, partners: Sequence[int]) -> dict[int, socket.socket]:
+        """Open a connection with each of `partners`, ranks in the group; see `CommunicatorContext`."""
+        return open_connections(
+            self.plan.membership.rank_in_group,
+            partners,
+            self._process_groups.address,
+            host.exchange,
+            self.check_others,
+            self.health.where("connect"),
+            self.settings.create_timeout_s,
         )
 
     def undo(self) -> None:

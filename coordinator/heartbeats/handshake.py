@@ -1,7 +1,8 @@
-"""Open the links of one rank: listen for partners with higher ranks, and connect to those with lower ones.
+"""Open the connections of one rank: listen for partners with higher ranks, and connect to those with lower ones.
 
-Who accepts sends a random challenge. Who connects answers with its rank and an HMAC of the challenge, keyed with the
-token that the other one has put into the store, and gets an HMAC back. Everything happens on the caller's thread.
+Links for heartbeats are opened so, and the connections that carry the tensors of collectives. Who accepts sends a
+random challenge. Who connects answers with its rank and an HMAC of the challenge, keyed with the token that the other
+one has told the group, and gets an HMAC back. Everything happens on the caller's thread.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Final, NamedTuple
 from shm_broadcast.descriptors import refusal
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, NativeError
 
-__all__ = ["TOKEN_BYTES", "Meeting", "Opened", "Target", "listen_at"]
+__all__ = ["HEARTBEATS", "TOKEN_BYTES", "Meeting", "Opened", "Target", "listen_at"]
 
 TOKEN_BYTES: Final = 32
+HEARTBEATS: Final = "heartbeats"
 _CHALLENGE_BYTES: Final = 16
 _MAC_BYTES: Final = 32
 _RANK: Final = struct.Struct("!I")
@@ -54,8 +56,10 @@ class Opened(NamedTuple):
     name: str
 
 
-def listen_at(address: str) -> socket.socket:
+def listen_at(address: str, purpose: str = HEARTBEATS) -> socket.socket:
     """Return a socket that listens on any port of `address`, which is numeric and no wildcard.
+
+    Errors say that it is for `purpose`.
 
     Raises:
         NativeError: The kernel refuses.
@@ -72,7 +76,7 @@ def listen_at(address: str) -> socket.socket:
             raise
     except OSError as error:
         raise NativeError(
-            f"cannot listen for heartbeats on {address}: {error.strerror}",
+            f"cannot listen for {purpose} on {address}: {error.strerror}",
             library="libc",
             function="listen",
             code=error.errno or 0,
@@ -90,9 +94,9 @@ def _proof(token: bytes, word: bytes, challenge: bytes, caller: int, host: int) 
     return hmac.digest(token, word + challenge + _RANK.pack(caller) + _RANK.pack(host), "sha256")
 
 
-def _refused(error: OSError) -> CapabilityError:
+def _refused(purpose: str, error: OSError) -> CapabilityError:
     """Return the error for a socket that the kernel does not open."""
-    return refusal("socket", "carries heartbeats to the other hosts", error, "a free file descriptor")
+    return refusal("socket", f"carries {purpose} to the other hosts", error, "a free file descriptor")
 
 
 class _Guest:
@@ -130,8 +134,13 @@ class Meeting:
         token: bytes,
         expected: Collection[int],
         targets: Mapping[int, Target],
+        purpose: str = HEARTBEATS,
     ) -> None:
-        """Accept `expected` ranks that know `token` at `listener`, which this owns, and connect to `targets`."""
+        """Accept `expected` ranks that know `token` at `listener`, which this owns, and connect to `targets`.
+
+        Errors say that the connections are for `purpose`.
+        """
+        self._purpose = purpose
         self._rank = rank
         self._listener = listener
         self._token = token
@@ -157,7 +166,7 @@ class Meeting:
         Raises:
             CommTimeoutError: Not in time; `.missing` names the partners.
             NativeError: A partner's host refuses connections.
-        CapabilityError: The kernel opens no more sockets.
+            CapabilityError: The kernel opens no more sockets.
         """
         end, next_check = time.monotonic() + timeout_s, time.monotonic() + _SLICE_S
         try:
@@ -175,7 +184,7 @@ class Meeting:
                 if now >= end and self.missing:
                     listed = ", ".join(str(rank) for rank in self.missing)
                     raise CommTimeoutError(
-                        f"{where}: no connection for heartbeats with rank(s) {listed} within {timeout_s:.1f} s",
+                        f"{where}: no connection for {self._purpose} with rank(s) {listed} within {timeout_s:.1f} s",
                         missing=self.missing,
                     )
             opened, self._opened = self._opened, {}
@@ -204,7 +213,7 @@ class Meeting:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
-            raise _refused(error) from error
+            raise _refused(self._purpose, error) from error
         try:
             guest = _Guest(connection)
         except OSError:  # gone already
@@ -268,7 +277,7 @@ class Meeting:
             if call.connection is None and call.partner not in self._opened and now >= call.next_try:
                 if call.refused_since is not None and now - call.refused_since >= _REFUSED_S:
                     raise NativeError(
-                        f"{where}: rank {call.partner}'s host refuses connections for heartbeats at "
+                        f"{where}: rank {call.partner}'s host refuses connections for {self._purpose} at "
                         f"{call.target.address} port {call.target.port}",
                         library="libc",
                         function="connect",
@@ -281,7 +290,7 @@ class Meeting:
         try:
             call.connection = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            raise _refused(error) from error
+            raise _refused(self._purpose, error) from error
         call.connection.setblocking(False)
         call.received, call.challenge = bytearray(), b""
         result = call.connection.connect_ex(target)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from device_comm.base import CommunicatorContext
 from device_comm.cpu import shared_memory
 from device_comm.cpu.communicator import SharedMemoryCommunicator
@@ -10,6 +12,7 @@ from device_comm.cpu.several_hosts.communicator import (
     group_by_host,
     is_hierarchical,
 )
+from device_comm.cpu.several_hosts.levels import partners_of
 from device_comm.process_group import ProcessGroupCommunicator
 from shm_broadcast.errors import UsageError
 
@@ -26,10 +29,10 @@ def connect_cpu(
     * All ranks on one host, but no shared memory given: the process group too. None is made here; a group makes its
       shared memory when its ranks first meet.
 
-    All but the first need `context.process_group` and `context.exchange`.
+    All but the first need `context.process_group` and `context.exchange`, the second `context.connect` too.
 
     Raises:
-        UsageError: The context has neither shared memory nor an exchange; nothing was sent.
+        UsageError: The context has neither shared memory nor an exchange, or no `connect`; nothing was sent.
         CapabilityError: On some host the memory could not be made or mapped; on every rank of the group.
         CommTimeoutError, PeerLostError, NativeError: While the line was measured; the group is broken.
     """
@@ -44,15 +47,21 @@ def connect_cpu(
     hosts = group_by_host(shared_memory.host_ids(context.exchange))
     if not is_hierarchical(hosts):
         return general
+    if context.connect is None:
+        raise UsageError(
+            f"{context.name!r}: the context of ranks on several hosts needs `connect`, which opens their connections"
+        )
     rank = context.rank_in_group
     own = next(ranks for ranks in hosts if rank in ranks)
-    part = shared_memory.connect_part(context.health, rank, own, context.timeout_s, context.exchange)
-    communicator = HierarchicalCommunicator(context, general, hosts, part)
-    try:
+    with ExitStack() as made:
+        part = shared_memory.connect_part(context.health, rank, own, context.timeout_s, context.exchange)
+        if part is not None:
+            made.callback(part.close)
+        connections = context.connect(list(partners_of(rank, hosts).values()))
+        communicator = HierarchicalCommunicator(context, general, hosts, part, connections)
+        made.callback(communicator.destroy)
         communicator.measure_line(context.exchange)
-    except BaseException:
-        communicator.destroy()
-        raise
+        made.pop_all()
     return communicator
 
 

@@ -1,15 +1,16 @@
-"""Collectives on CPU tensors for ranks on several hosts: shared memory inside a host, Gloo between the hosts.
+"""Collectives on CPU tensors for ranks on several hosts: shared memory inside a host, TCP between the hosts.
 
-The first rank of each host is its leader, and only leaders talk to other hosts. A call has three parts: the ranks of a
-host bring their data together in its shared memory, the leaders swap, and each leader passes on what came. No rank
-leaves a call before all have come to it, so the group's status store knows who is late.
+The first rank of each host is its leader, and only leaders talk to other hosts; large tensors have several. A call has
+three parts: the ranks of a host bring their data together in its shared memory, the leaders swap, and each leader
+passes on what came. No rank leaves a call before all have come to it, so the group's status store knows who is late.
 """
 
 from __future__ import annotations
 
 import math
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -59,6 +60,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         general: ProcessGroupCommunicator,
         hosts: tuple[tuple[int, ...], ...],
         part: SharedPart | None,
+        connections: Mapping[int, socket.socket],
     ) -> None:
         """Build on what `connect_cpu` has connected.
 
@@ -67,16 +69,17 @@ class HierarchicalCommunicator(DeviceCommunicator):
             general: A communicator of the same ranks over the process group; owned from now on.
             hosts: The ranks of each host.
             part: The shared region of this host, owned from now on; None if this rank is alone on its host.
+            connections: One to each of `partners_of` this rank, by rank in the group; owned from now on.
         """
         super().__init__(context)
         self._health = context.health
         self._general = general
-        self._levels = Levels(context, general, hosts, part)
+        self._levels = Levels(context, hosts, part, connections)
 
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
         """Return how a call is carried."""
         del operation, nbytes, dtype
-        return CallPath(self.algorithm, "shared memory inside of each host, Gloo between their first ranks")
+        return CallPath(self.algorithm, "shared memory inside of each host, TCP between their leaders")
 
     def measure_line(self, exchange: Callable[[bytes], list[bytes]]) -> None:
         """Measure the line between the hosts, on which depends how often leaders swap. Collective.
@@ -96,7 +99,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         in_stages(self._health, operation, stages)
 
     def destroy(self) -> None:
-        """Release the shared region, then the rest."""
+        """Release the connections and the shared region, then the rest."""
         self._levels.close()
         self._general.destroy()
         self.context: CommunicatorContext = self._general.context
@@ -121,9 +124,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         return tensor
 
     def _call(self, operation: Operation, timeout_s: float | None) -> Call:
-        end = time.monotonic() + (timeout_s or self.context.timeout_s)
-        group, other = self._general.process_group, self.context.other_group
-        return Call(operation, group, group if other is None else other, end)
+        return Call(operation, time.monotonic() + (timeout_s or self.context.timeout_s))
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
         source = dense(input_)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -13,10 +14,10 @@ from device_comm import _core
 from device_comm.base import CommunicatorContext
 from device_comm.cpu.native_codes import COPY_ONLY, TYPE_CODES
 from device_comm.cpu.several_hosts.inside import LoneHost, SharedHost
-from device_comm.cpu.several_hosts.leaders import Call, Leaders, Swap
+from device_comm.cpu.several_hosts.leaders import Call, Leaders
 from device_comm.cpu.several_hosts.line import UNMEASURED_BYTES
+from device_comm.cpu.several_hosts.wires import Swap, Wire
 from device_comm.cpu.shared_memory import SharedPart
-from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.reduction import ReduceOperation, accumulation_dtype, reduce_in_rank_order
 
 # An all-reduce is cut into pieces of this size for each leader: while one is on its way, the next is combined.
@@ -24,6 +25,20 @@ PIECE_BYTES: Final = 4 << 20
 # From this size on several ranks of each host are leaders: they share the work of combining, and where the line carries
 # more than one process can move, they move it together.
 SEVERAL_LEADERS_BYTES: Final = 1 << 20
+
+
+def partners_of(rank: int, hosts: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return the ranks that `rank` swaps with, by host: those at its place on the others; none if it leads nobody.
+
+    Args:
+        rank: A rank in the group.
+        hosts: The ranks of each host, ascending.
+    """
+    own = next(host for host, ranks in enumerate(hosts) if rank in ranks)
+    place = hosts[own].index(rank)
+    if place >= min(map(len, hosts)):
+        return {}
+    return {host: ranks[place] for host, ranks in enumerate(hosts) if host != own}
 
 
 def partial_dtype(dtype: torch.dtype, op: ReduceOperation) -> torch.dtype:
@@ -75,9 +90,9 @@ class Levels:
     def __init__(
         self,
         context: CommunicatorContext,
-        general: ProcessGroupCommunicator,
         hosts: tuple[tuple[int, ...], ...],
         part: SharedPart | None,
+        connections: Mapping[int, socket.socket],
     ) -> None:
         """Take the arguments of `HierarchicalCommunicator`."""
         rank = context.rank_in_group
@@ -93,12 +108,15 @@ class Levels:
         self._inside: SharedHost | LoneHost = (
             LoneHost() if part is None else SharedHost(part, self._place, len(self._members), context.health)
         )
-        # The ranks of this one's place on their hosts; behind the last leader it talks to no other host.
-        place = min(self._place, self._most_leaders - 1)
-        self._links = Leaders(context.health, general.threads, [ranks[place] for ranks in hosts], self._host)
+        partners = partners_of(rank, hosts)
+        wires = {
+            host: Wire(context.ranks[partner], connections[partner]) for host, partner in partners.items()
+        }
+        self._links = Leaders(context.health, {**partners, self._host: rank}, self._host, wires)
 
     def close(self) -> None:
-        """Release the shared region. Idempotent."""
+        """Release the connections and the shared region. Idempotent."""
+        self._links.close()
         self._inside.close()
 
     @property
@@ -297,4 +315,4 @@ def _counts(edges: Sequence[int]) -> list[int]:
     return [last - first for first, last in itertools.pairwise(edges)]
 
 
-__all__ = ["PIECE_BYTES", "SEVERAL_LEADERS_BYTES", "Levels", "partial_dtype", "takes_one_swap"]
+__all__ = ["PIECE_BYTES", "SEVERAL_LEADERS_BYTES", "Levels", "partial_dtype", "partners_of", "takes_one_swap"]

@@ -65,7 +65,7 @@ def _measure(leaders: Leaders, call: Call) -> tuple[float, float]:
     """Return the seconds of a swap of one byte, and the bytes per second of a long one."""
     call.view = "measure the line"
     length = _LONG_BYTES // len(leaders.others)
-    _swap_s(leaders, call, 1)  # compares the call, and connects
+    _swap_s(leaders, call, 1)  # compares the call
     short_s = min(_swap_s(leaders, call, 1) for _ in range(_SHORT_SWAPS))
     long_s = min(_swap_s(leaders, call, length) for _ in range(_LONG_SWAPS))
     sent = length * len(leaders.others)

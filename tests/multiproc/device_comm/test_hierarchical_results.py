@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +17,8 @@ from coordinator.parallel_state import get_world_group
 from coordinator.testing import check_device_communicator
 from device_comm.cpu import shared_memory
 from device_comm.cpu.several_hosts.communicator import group_by_host, is_hierarchical
-from device_comm.cpu.several_hosts.leaders import FRAME_BYTES, Call, Leaders, Swap
 from device_comm.cpu.several_hosts.levels import partial_dtype
+from device_comm.cpu.several_hosts.wires import Wire
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.reduction import ReduceOperation, accumulation_dtype, check_reducible, reduce_in_rank_order
 from shm_broadcast.errors import UsageError
@@ -171,17 +172,23 @@ def test_large_reductions_in_pieces_have_the_same_bits(hosts: HostsPool) -> None
     hosts.run(reduce_large)
 
 
-def count_what_is_sent(rank: int, world_size: int, directory: Path) -> list[int]:
+@contextmanager
+def counting_what_is_sent() -> Iterator[list[int]]:
+    """Yield a list of the bytes of each tensor that this rank sends to other hosts."""
     sent: list[int] = []
-    post = Leaders._post
+    send = Wire.send
 
-    def counted(leaders: Leaders, call: Call, pairs: Any) -> Swap:
-        sent.extend(
-            data.nbytes for data, _ in pairs.values() if data is not None and data.numel() > FRAME_BYTES
-        )
-        return post(leaders, call, pairs)
+    def counted(wire: Wire, data: memoryview, owner: object = None) -> None:
+        if owner is not None:  # no header
+            sent.append(len(data))
+        send(wire, data, owner)
 
-    with world(rank, world_size, directory) as group, mock.patch.object(Leaders, "_post", counted):
+    with mock.patch.object(Wire, "send", counted):
+        yield sent
+
+
+def count_what_is_sent(rank: int, world_size: int, directory: Path) -> list[int]:
+    with world(rank, world_size, directory) as group, counting_what_is_sent() as sent:
         found = []
         hierarchical(group)._levels.worth_bytes = 1 << 16
         for dtype, nbytes in (
@@ -204,16 +211,7 @@ def test_two_hosts_send_what_is_wide_once_and_the_result_narrow(ranks3: RankPool
 
 
 def count_what_leaders_send(rank: int, world_size: int, directory: Path) -> list[int]:
-    sent: list[int] = []
-    post = Leaders._post
-
-    def counted(leaders: Leaders, call: Call, pairs: Any) -> Swap:
-        sent.extend(
-            data.nbytes for data, _ in pairs.values() if data is not None and data.numel() > FRAME_BYTES
-        )
-        return post(leaders, call, pairs)
-
-    with world(rank, world_size, directory) as group, mock.patch.object(Leaders, "_post", counted):
+    with world(rank, world_size, directory) as group, counting_what_is_sent() as sent:
         found = []
         for call in (
             lambda: group.all_reduce(torch.ones((1 << 18) - 1)),

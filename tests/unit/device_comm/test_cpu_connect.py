@@ -19,11 +19,14 @@ def context(**options: Any) -> CommunicatorContext:
     return CommunicatorContext(
         name="tp:0",
         rank_in_group=0,
-        ranks=(0, 1),
         device=torch.device("cpu"),
-        health=GroupHealth("tp:0", 0, (0, 1), FakeWatch(), FakeStatusStore()),  # type: ignore[arg-type]
         timeout_s=1.0,
-        **{"process_group": object(), **options},
+        **{
+            "ranks": (0, 1),
+            "health": GroupHealth("tp:0", 0, (0, 1), FakeWatch(), FakeStatusStore()),  # type: ignore[arg-type]
+            "process_group": object(),
+            **options,
+        },
     )
 
 
@@ -43,3 +46,11 @@ def test_ranks_that_share_no_memory_use_the_process_group(other: str) -> None:
     path = communicator.path("all_reduce", 1024, torch.float32)
     assert (path.algorithm, path.reason) == ("gloo", "no two ranks share memory")
     communicator.destroy()
+
+
+def test_ranks_on_several_hosts_of_which_some_share_one_need_connections() -> None:
+    """Nothing is sent before the mistake is found."""
+    here = shared_memory.host_id().encode()
+    health = GroupHealth("tp:0", 0, (0, 1, 2), FakeWatch(), FakeStatusStore())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"'tp:0'.*needs `connect`"):
+        connect_cpu(context(ranks=(0, 1, 2), health=health, exchange=lambda own: [own, here, b"elsewhere"]))

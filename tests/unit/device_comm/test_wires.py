@@ -1,0 +1,259 @@
+"""Connections between leaders: what moves in which order, and what a peer that is late, dead or wrong leads to."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from device_comm.cpu.several_hosts.wires import Swap, Wire, WireError
+from tests.waiting import wait_until
+
+# More than the kernel keeps for one connection: the sender waits for the receiver.
+LARGE = 32 << 20
+PROMPT_S = 20.0
+
+
+class Pair:
+    """Two wires that are connected over TCP, as rank 3 and rank 5 hold them."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            one = socket.create_connection(server.getsockname())
+            other, _ = server.accept()
+        self.ends = [Wire(5, one), Wire(3, other)]
+        self.sockets = [one, other]
+
+    def close(self) -> None:
+        for each in self.ends:
+            each.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Connect two wires, and close them."""
+    found = Pair()
+    yield found
+    found.close()
+
+
+def memory(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
+
+
+def finish(*swaps: Swap) -> None:
+    """Poll the swaps in turn until all are complete."""
+    left, end = list(swaps), time.monotonic() + PROMPT_S
+    while left:
+        assert time.monotonic() < end, "a swap does not end"
+        left = [each for each in left if not each.poll(0.01)]
+
+
+@pytest.mark.guarantee("D95")
+def test_large_messages_pass_in_both_directions_at_once(pair: Pair) -> None:
+    """Neither end waits until the other has read: both send and receive whenever they can."""
+    data = [memoryview(os.urandom(LARGE)) for _ in range(2)]
+    into = [memory(LARGE) for _ in range(2)]
+    for wire, own, theirs in zip(pair.ends, data, into, strict=True):
+        wire.send(own)
+        wire.receive(theirs)
+    swaps = [Swap([wire]) for wire in pair.ends]
+    for swap in swaps:
+        swap.begin()
+    finish(*swaps)
+    assert bytes(into[1]) == bytes(data[0])
+    assert bytes(into[0]) == bytes(data[1])
+    assert all(wire.is_idle for wire in pair.ends)
+
+
+@pytest.mark.guarantee("D95")
+def test_messages_keep_their_order_and_a_swap_waits_for_its_own_only(pair: Pair) -> None:
+    """One that was queued later does not count, and is complete by then if its bytes have come."""
+    one, other = pair.ends
+    into = [memory(3), memory(LARGE), memory(2)]
+    other.receive(into[0])
+    first = Swap([other])
+    other.receive(into[1])
+    other.receive(into[2])
+    last = Swap([other])
+    for data in (b"abc", bytes(LARGE), b"yz"):
+        one.send(memoryview(data))
+    sending = Swap([one])
+    sending.begin()
+    assert first.poll(PROMPT_S)
+    assert bytes(into[0]) == b"abc"
+    assert not last.poll(0.0)
+    finish(sending, last)
+    assert bytes(into[2]) == b"yz"
+
+
+def test_memory_is_kept_until_it_has_been_sent_and_filled(pair: Pair) -> None:
+    """A tensor whose caller has gone is not read or written behind its end."""
+
+    class Owner:
+        ended = 0
+
+        def __del__(self) -> None:
+            Owner.ended += 1
+
+    one, other = pair.ends
+    one.send(memory(LARGE), Owner())
+    other.receive(memory(LARGE), Owner())
+    swaps = Swap([one]), Swap([other])
+    for swap in swaps:
+        swap.begin()
+    assert Owner.ended == 0
+    finish(*swaps)
+    assert Owner.ended == 2
+
+
+@pytest.mark.guarantee("D95")
+def test_a_late_peer_is_waited_for_in_slices(pair: Pair) -> None:
+    """`poll` returns False when its slice has passed, and the next one goes on."""
+    one, other = pair.ends
+    into = memory(4)
+    one.receive(into)
+    swap = Swap([one])
+    start = time.monotonic()
+    assert not swap.poll(0.05)
+    assert time.monotonic() - start >= 0.05
+    assert swap.pending() is None
+    other.send(memoryview(b"late"))
+    Swap([other]).begin()
+    assert swap.poll(PROMPT_S)
+    assert bytes(into) == b"late"
+
+
+@pytest.mark.guarantee("D95")
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_a_dead_peer_is_named(pair: Pair, how: str) -> None:
+    """Whether its kernel ended the connection in order or not; a message that was cut counts for nothing."""
+    one, other = pair.ends
+    other.send(memoryview(b"half"))
+    Swap([other]).begin()
+    if how == "reset":
+        pair.sockets[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        pair.sockets[1].close()
+    else:
+        other.close()
+    one.receive(memory(8))
+    swap = Swap([one])
+    with pytest.raises(WireError, match="rank 5"):
+        finish(swap)
+    assert swap.pending() == (5,)
+    assert one.done == [0, 0]
+
+
+@pytest.mark.guarantee("D95")
+def test_a_sender_to_a_peer_that_closed_fails_without_a_signal(pair: Pair) -> None:
+    """SIGPIPE would end a process of an application that has given it its default meaning."""
+    one, other = pair.ends
+    other.close()
+
+    def send_on() -> None:
+        for _ in range(100):
+            one.send(memory(1 << 16))
+            Swap([one]).begin()
+            time.sleep(0.01)
+
+    with pytest.raises(WireError, match="rank 5"):
+        send_on()
+
+
+@pytest.mark.guarantee("D95")
+def test_a_peer_that_sends_too_little_is_waited_for_until_the_deadline(pair: Pair) -> None:
+    """Nobody takes a part for a whole; what comes behind it would fill the rest."""
+    one, other = pair.ends
+    other.send(memoryview(b"abc"))
+    Swap([other]).begin()
+    into = memory(4)
+    one.receive(into)
+    assert not Swap([one]).poll(0.1)
+    assert one.done == [0, 0]
+
+
+@pytest.mark.guarantee("D95")
+def test_nothing_is_read_behind_a_message_that_a_check_refuses(pair: Pair) -> None:
+    """The header of another call comes first; the memory of this one stays as it is."""
+    one, other = pair.ends
+    into = memoryview(bytearray(b"untouched"))
+    seen: list[bytes] = []
+
+    def refuse(header: bytes) -> bool:
+        seen.append(header)
+        return False
+
+    one.receive(memory(6), check=refuse)
+    one.receive(into)
+    other.send(memoryview(b"header"))
+    other.send(memoryview(b"different"))
+    Swap([other]).begin()
+    swap = Swap([one])
+    assert swap.poll(PROMPT_S)
+    assert swap.is_refused
+    assert seen == [b"header"]
+    assert swap.poll(0.05)
+    assert bytes(into) == b"untouched"
+
+
+@pytest.mark.guarantee("D95")
+@pytest.mark.parametrize("end", [0, 1])
+def test_an_abort_ends_a_wait_here_and_at_the_other_end(pair: Pair, end: int) -> None:
+    """Of both ends, whichever one shuts the connection while the other moves a large message."""
+    one, other = pair.ends
+    one.send(memory(LARGE))
+    other.receive(memory(2 * LARGE))
+    swaps = Swap([one]), Swap([other])
+    errors: list[WireError] = []
+
+    def wait(swap: Swap) -> None:
+        try:
+            while not swap.poll(0.05):
+                pass
+            swap.poll(0.0)
+        except WireError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=wait, args=(swap,)) for swap in swaps]
+    threads[1].start()
+    wait_until(lambda: other.queued[1] == 1, "the receiver waits")
+    threads[0].start()
+    time.sleep(0.05)
+    pair.ends[end].shut()
+    for thread in threads:
+        thread.join(PROMPT_S)
+        assert not thread.is_alive()
+    # The sender may have given all of it to its kernel.
+    assert len(errors) in (1, 2)
+
+
+def test_a_forked_child_leaves_the_connection_to_its_parent(pair: Pair) -> None:
+    """It closes its copy of the descriptor, and ends nothing."""
+    one, other = pair.ends
+    child = os.fork()
+    if child == 0:
+        one.shut()
+        one.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    other.send(memoryview(b"still here"))
+    Swap([other]).begin()
+    into = memory(10)
+    one.receive(into)
+    assert Swap([one]).poll(PROMPT_S)
+    assert bytes(into) == b"still here"
+
+
+def test_a_closed_wire_fails_and_closes_again() -> None:
+    """A thread that waited when another destroyed the group finds out."""
+    pair = Pair()
+    one = pair.ends[0]
+    one.receive(memory(1))
+    swap = Swap([one])
+    pair.close()
+    pair.close()
+    with pytest.raises(WireError, match="rank 5"):
+        swap.poll(0.1)

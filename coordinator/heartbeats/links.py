@@ -80,7 +80,7 @@ class Link:
         self._period_s = beat_period_s(lost_after_s)
         self._beats_left = UNANSWERED_BEATS
         self._next_beat = 0.0
-        self._looked_at = 0.0
+        self._looked_at: float | None = None
         # How long beats have been without an answer, as far as looks have followed it.
         self._waited_s = 0.0
         connection.setblocking(False)
@@ -120,10 +120,18 @@ class Link:
         """Return whether a beat has been without an answer for longer than one takes."""
         return self._waited_s >= self._period_s
 
-    @property
     def is_silent(self) -> bool:
-        """Return whether a beat has been without an answer for half of the time after which the host counts as lost."""
-        return self._waited_s >= self._lost_after_s / 2
+        """Return whether a beat has been without an answer for half of the time after which the host counts as lost.
+
+        Asks the kernel, for the last look may have been long ago. Never blocks.
+        """
+        if self._waited_s < self._lost_after_s / 2:
+            return False
+        try:
+            seen = self._seen()
+        except OSError as error:
+            return error.errno in _UNREACHABLE
+        return seen.unanswered > 0 and seen.silent_s >= self._lost_after_s / 2
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -149,7 +157,9 @@ class Link:
 
     def _count(self, seen: _Seen, now: float) -> None:
         """Count how long a beat has had no answer. Behind a long pause, acknowledgements may be still to be read."""
-        step_s = min(now - self._looked_at, self._lost_after_s / 2)
+        # What has no answer at the first look may have been sent just before it.
+        since = now if self._looked_at is None else self._looked_at
+        step_s = min(now - since, self._lost_after_s / 2)
         self._waited_s = self._waited_s + step_s if seen.unanswered else 0.0
         self._looked_at = now
 

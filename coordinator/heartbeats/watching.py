@@ -99,7 +99,7 @@ class Heartbeats:
         with self._lock:
             together = self._hosts.get(rank, set())
             links = [link for partner, link in self._links.items() if partner in together]
-            return together if any(link.is_silent for link in links) else set()
+            return together if any(link.is_silent() for link in links) else set()
 
     def is_in_doubt(self) -> bool:
         """Return whether a beat has no answer yet, with beats on all links, those too that have none left.

@@ -377,8 +377,9 @@ def test_silence_counts_only_while_a_beat_is_unanswered_and_somebody_looks() -> 
     with linked() as (link, _):
         told = [links._Seen(1, 60.0)]
         link._seen = lambda: told[0]  # type: ignore[method-assign]
-        assert link.look(100.0) is State.OPEN
-        assert link.look(160.0) is State.VANISHED  # half for each look
+        assert link.look(100.0) is State.OPEN  # sent, perhaps, just before
+        assert link.look(160.0) is State.OPEN
+        assert link.look(220.0) is State.VANISHED  # half for each look
         assert link.reason == "no answer from the host for 60.0 s"
     with linked() as (link, _):
         link._seen = lambda: told[0]  # type: ignore[method-assign]
@@ -435,10 +436,30 @@ def test_a_rank_that_another_reports_takes_its_host_along_if_that_is_silent() ->
         watch.report(2, "its connection has ended")
         assert watch.lost() == (2,)
         (link,) = beats[1]._links.values()
-        link._seen = lambda: links._Seen(1, 0.5)  # type: ignore[method-assign]
+        told = [links._Seen(1, 0.5)]
+        link._seen = lambda: told[0]  # type: ignore[method-assign]
+        assert link.look(time.monotonic()) is State.OPEN
         assert link.look(time.monotonic() + 1.0) is State.OPEN
+        told[0] = links._Seen(0, 0.5)
+        watch.report(2, "its connection has ended")
+        assert watch.lost() == (2,), "the beat has had its answer since the last look"
+        told[0] = links._Seen(1, 0.5)
         watch.report(2, "its connection has ended")
         assert watch.lost() == (0, 2)
+
+
+@pytest.mark.guarantee("M5")
+@pytest.mark.guarantee("V3")
+def test_a_reported_rank_takes_nobody_along_behind_the_first_look() -> None:
+    """The last bytes of the handshake may have no answer yet, though the other host is there."""
+    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
+        beats[1].learn((0, 2))
+        beats[1].listen(watch, (0, 1, 2))
+        (link,) = beats[1]._links.values()
+        link._seen = lambda: links._Seen(1, 1.0)  # type: ignore[method-assign]
+        assert watch.lost() == ()
+        watch.report(2, "says the driver")
+        assert watch.lost() == (2,)
 
 
 def test_a_link_without_beats_beats_once_more_if_its_host_is_in_doubt() -> None:

@@ -17,7 +17,7 @@ from coordinator.host import gloo
 from device_comm import process_group
 from device_comm.cpu import communicator, region_calls
 from device_comm.cpu.several_hosts import communicator as hierarchical
-from device_comm.cpu.several_hosts import leaders, levels
+from device_comm.cpu.several_hosts import leaders, levels, wires
 from tests.harness import RankPool
 from tests.multiproc.device_comm.test_channel_opening import Strikes, strike
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError
@@ -126,7 +126,7 @@ def struck_at_any_step(
     """Strike one rank at the next step in each round; the others make the call `late_s` seconds later."""
     known: dict[str, ModuleType] = {
         each.__name__: each
-        for each in (process_group, hierarchical, levels, leaders, gloo, communicator, region_calls)
+        for each in (process_group, hierarchical, levels, leaders, wires, gloo, communicator, region_calls)
     }
     strikes = Strikes(strike, *(known[each] for each in modules))
     call, ranks = CALLS[name], range(world_size)
@@ -212,10 +212,10 @@ def test_a_strike_between_the_stages_over_several_hosts_is_told(
 @pytest.mark.thorough
 @pytest.mark.guarantee("D10")
 @pytest.mark.slow
-def test_a_strike_between_the_frames_of_leaders_is_told(ranks3: RankPool) -> None:
-    """As in the rest of a call: frames and data are posted one after the other."""
+def test_a_strike_between_the_messages_of_leaders_is_told(ranks3: RankPool) -> None:
+    """As in the rest of a call: headers and data are queued one after the other, and move in parts."""
     pool = HostsPool(ranks3, ["A", "A", "B"])
-    found = pool.run(struck_at_any_step, "all_gather", [leaders.__name__], timeout_s=200.0)
+    found = pool.run(struck_at_any_step, "all_gather", [leaders.__name__, wires.__name__], timeout_s=200.0)
     assert min(found) > 5
 
 

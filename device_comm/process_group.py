@@ -146,7 +146,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
         """Return how a call is carried; on the CPU also why nothing faster carries it."""
         if self._on_host:
-            return CallPath("gloo", "no two ranks share memory")
+            return CallPath("gloo", "the ranks are on one host and were given no memory to share")
         return super().path(operation, nbytes, dtype)
 
     def destroy(self) -> None:

@@ -1,7 +1,9 @@
 """Find free ports for tests, the addresses on which a process listens, and its connections."""
 
 import os
+import secrets
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["connections", "free_port", "listening_addresses", "listening_ports"]
@@ -12,11 +14,13 @@ LISTEN = "0A"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return an unused port of `host`."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return an unused port of `host`, one that the kernel gives to no connection of another test meanwhile."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = secrets.SystemRandom().randrange(10_000, lowest)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
 
 
 def listening_addresses() -> list[str]:

@@ -7,11 +7,7 @@ from contextlib import ExitStack
 from device_comm.base import CommunicatorContext
 from device_comm.cpu import shared_memory
 from device_comm.cpu.communicator import SharedMemoryCommunicator
-from device_comm.cpu.several_hosts.communicator import (
-    HierarchicalCommunicator,
-    group_by_host,
-    is_hierarchical,
-)
+from device_comm.cpu.several_hosts.communicator import HierarchicalCommunicator, group_by_host
 from device_comm.cpu.several_hosts.levels import partners_of
 from device_comm.process_group import ProcessGroupCommunicator
 from shm_broadcast.errors import UsageError
@@ -23,11 +19,10 @@ def connect_cpu(
     """Return the communicator of a group on the CPU, the same class on all ranks. Collective.
 
     * All ranks share memory (`context.shared`): shared memory. Nothing else is needed.
-    * Several hosts, at least one of them with several ranks: two levels, shared memory inside each host. How fast the
-      line between the hosts is gets measured.
-    * No two ranks on one host: the process group.
-    * All ranks on one host, but no shared memory given: the process group too. None is made here; a group makes its
-      shared memory when its ranks first meet.
+    * Several hosts: two levels, shared memory inside each host that has several ranks, TCP between the hosts. How fast
+      the line between the hosts is gets measured.
+    * All ranks on one host, but no shared memory given: the process group. None is made here; a group makes its shared
+      memory when its ranks first meet.
 
     All but the first need `context.process_group` and `context.exchange`, the second `context.connect` too.
 
@@ -45,7 +40,7 @@ def connect_cpu(
         )
     general = ProcessGroupCommunicator(context)
     hosts = group_by_host(shared_memory.host_ids(context.exchange))
-    if not is_hierarchical(hosts):
+    if len(hosts) == 1:
         return general
     if context.connect is None:
         raise UsageError(

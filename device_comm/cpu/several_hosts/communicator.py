@@ -41,13 +41,8 @@ def group_by_host(host_ids: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in members.values())
 
 
-def is_hierarchical(hosts: Sequence[Sequence[int]]) -> bool:
-    """Return whether there are several hosts, at least one of them with several ranks."""
-    return len(hosts) > 1 and any(len(ranks) > 1 for ranks in hosts)
-
-
 class HierarchicalCommunicator(DeviceCommunicator):
-    """Collectives in two levels, for ranks on several hosts of which at least one holds several ranks.
+    """Collectives in two levels, for ranks on several hosts.
 
     Gather, scatter, all-to-all and point to point take the process group: there every byte crosses once anyway.
     """
@@ -291,4 +286,4 @@ class HierarchicalCommunicator(DeviceCommunicator):
         return self._general.recv(shape, dtype, src, timeout_s=timeout_s)
 
 
-__all__ = ["HierarchicalCommunicator", "group_by_host", "is_hierarchical"]
+__all__ = ["HierarchicalCommunicator", "group_by_host"]

@@ -138,9 +138,9 @@ def apart(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
     return [path.algorithm, group._host.__class__.__name__]
 
 
-def test_ranks_of_different_hosts_use_gloo(ranks4: RankPool) -> None:
+def test_ranks_of_different_hosts_use_the_network(ranks4: RankPool) -> None:
     """They connect in the group's own store, and not in the world's, which there is not."""
-    assert ApartPool(ranks4).run(apart, free_port()) == [["gloo", "GlooHostPlane"]] * 4
+    assert ApartPool(ranks4).run(apart, free_port()) == [["two levels", "GlooHostPlane"]] * 4
 
 
 def again(rank: int, world_size: int, directory: Path, port: int) -> int:

@@ -19,14 +19,11 @@ def context(**options: Any) -> CommunicatorContext:
     return CommunicatorContext(
         name="tp:0",
         rank_in_group=0,
+        ranks=(0, 1),
         device=torch.device("cpu"),
+        health=GroupHealth("tp:0", 0, (0, 1), FakeWatch(), FakeStatusStore()),  # type: ignore[arg-type]
         timeout_s=1.0,
-        **{
-            "ranks": (0, 1),
-            "health": GroupHealth("tp:0", 0, (0, 1), FakeWatch(), FakeStatusStore()),  # type: ignore[arg-type]
-            "process_group": object(),
-            **options,
-        },
+        **{"process_group": object(), **options},
     )
 
 
@@ -37,20 +34,17 @@ def test_without_shared_memory_an_exchange_is_required(process_group: object) ->
         connect_cpu(context(process_group=process_group))
 
 
-@pytest.mark.parametrize("other", ["elsewhere", ""])
-def test_ranks_that_share_no_memory_use_the_process_group(other: str) -> None:
-    """Ranks on two hosts, and ranks on one that were given no memory; the path says why."""
-    theirs = (other or shared_memory.host_id()).encode()
+def test_ranks_of_one_host_without_memory_use_the_process_group() -> None:
+    """None is made for them; the path says why."""
+    theirs = shared_memory.host_id().encode()
     communicator = connect_cpu(context(exchange=lambda own: [own, theirs]))
     assert type(communicator) is ProcessGroupCommunicator
     path = communicator.path("all_reduce", 1024, torch.float32)
-    assert (path.algorithm, path.reason) == ("gloo", "no two ranks share memory")
+    assert (path.algorithm, path.reason) == ("gloo", "the ranks are on one host and were given no memory to share")
     communicator.destroy()
 
 
-def test_ranks_on_several_hosts_of_which_some_share_one_need_connections() -> None:
+def test_ranks_on_several_hosts_need_connections() -> None:
     """Nothing is sent before the mistake is found."""
-    here = shared_memory.host_id().encode()
-    health = GroupHealth("tp:0", 0, (0, 1, 2), FakeWatch(), FakeStatusStore())  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"'tp:0'.*needs `connect`"):
-        connect_cpu(context(ranks=(0, 1, 2), health=health, exchange=lambda own: [own, here, b"elsewhere"]))
+        connect_cpu(context(exchange=lambda own: [own, b"elsewhere"]))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -43,6 +42,7 @@ from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import CommunicatorFactory, communicator_factory
 from device_comm.solo import SoloCommunicator
 from shm_broadcast.errors import CapabilityError, CommError, CommTimeoutError, GroupBrokenError, PeerLostError
+from shm_broadcast.liveness import PeerWatch
 from shm_broadcast.stacks.offered import offer_stacks
 from shm_broadcast.status.layout import GroupState
 
@@ -140,8 +140,7 @@ class GroupBuilder:
 
     def check_others(self) -> None:
         """Raise if a rank of the group has ended, or has published why it fails."""
-        raise_if_lost(self._watch, self.health.where("connect"))
-        self.health.check_record(Operation("host", "connect", 0))
+        _check_others(self._watch, self.health)
 
     def refuse_clones(self) -> None:
         """Raise `PeerLostError` if the host of another rank seems to be a clone of this one."""
@@ -315,19 +314,16 @@ class GroupBuilder:
             shared=self._shared,
             cuda=self.settings.cuda,
             exchange=host.exchange,
-            connect=partial(self._open_connections, host),
-        )
-
-    def _open_connections(self, host: HostPlane, partners: Sequence[int]) -> dict[int, socket.socket]:
-        """Open a connection with each of `partners`, ranks in the group; see `CommunicatorContext`."""
-        return open_connections(
-            self.plan.membership.rank_in_group,
-            partners,
-            self._process_groups.address,
-            host.exchange,
-            self.check_others,
-            self.health.where("connect"),
-            self.settings.create_timeout_s,
+            # Without this object, whose store would live as long as a destroyed group that somebody keeps.
+            connect=partial(
+                open_connections,
+                membership.rank_in_group,
+                address=self._process_groups.address,
+                exchange=host.exchange,
+                check=partial(_check_others, self._watch, self.health),
+                where=self.health.where("connect"),
+                timeout_s=self.settings.create_timeout_s,
+            ),
         )
 
     def undo(self) -> None:
@@ -337,6 +333,12 @@ class GroupBuilder:
             self.health.abort()
             self._made.close()
             self.health.release()
+
+
+def _check_others(watch: PeerWatch, health: GroupHealth) -> None:
+    """Raise if a rank of the group has ended, or has published why it fails."""
+    raise_if_lost(watch, health.where("connect"))
+    health.check_record(Operation("host", "connect", 0))
 
 
 __all__ = ["GroupBuilder", "prepare_region", "status_store"]

@@ -40,7 +40,10 @@ def test_ranks_of_one_host_without_memory_use_the_process_group() -> None:
     communicator = connect_cpu(context(exchange=lambda own: [own, theirs]))
     assert type(communicator) is ProcessGroupCommunicator
     path = communicator.path("all_reduce", 1024, torch.float32)
-    assert (path.algorithm, path.reason) == ("gloo", "the ranks are on one host and were given no memory to share")
+    assert (path.algorithm, path.reason) == (
+        "gloo",
+        "the ranks are on one host and were given no memory to share",
+    )
     communicator.destroy()
 
 

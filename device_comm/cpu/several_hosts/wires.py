@@ -54,7 +54,7 @@ class Wire:
         self.peer = peer
         self.queued: list[int] = [0, 0]
         self.done: list[int] = [0, 0]
-        self.is_refused = False
+        self.is_refused: bool = False
         self._connection = connection
         self._forks = fork_count()
         self._leaving: deque[memoryview] = deque()
@@ -157,7 +157,7 @@ class Swap:
     def __init__(self, wires: Iterable[Wire]) -> None:
         """Note what is queued on `wires`."""
         self._wires: Sequence[Wire] = tuple(wires)
-        self._marks = [tuple(wire.queued) for wire in self._wires]
+        self._marks: list[tuple[int, ...]] = [tuple(wire.queued) for wire in self._wires]
         self._failed: tuple[int, ...] | None = None
 
     def begin(self) -> None:

@@ -31,7 +31,8 @@ FILES = (
 # Where the stages of a collective run, and where what has ended one is dealt with.
 STAGES = (
     "coordinator/host/gloo.py",
-    *(f"device_comm/{name}.py" for name in ("cpu/several_hosts/levels", "process_group", "works")),
+    *(f"device_comm/cpu/several_hosts/{name}.py" for name in ("levels", "leaders", "wires")),
+    *(f"device_comm/{name}.py" for name in ("process_group", "works")),
 )
 CLEANING = ("device_comm/process_group.py", "device_comm/health.py")
 

@@ -239,18 +239,20 @@ def abort_gloo(backend: GlooBackend) -> None:
     """Make every pending operation of a Gloo group fail at once, here and on its peers.
 
     `ProcessGroupGloo.abort` does nothing in torch 2.13. But when a receive times out, Gloo closes all connections of
-    the group and fails every pending operation. This posts a receive on a tag that nobody sends on.
+    the group and fails every pending operation. This posts a receive on a tag that nobody sends on, from each peer: one
+    whose connection is closed already fails at once, and closes no other one.
     """
-    if backend.size() == 1:
-        return
     buffer = torch.empty(1, dtype=torch.uint8)
-    peer = (backend.rank() + 1) % backend.size()
-    try:
-        backend.recv([buffer], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-    except RuntimeError as error:
-        # Otherwise it is the intended timeout, or the connections were closed already.
-        if raised_by_handler(error):
-            raise
+    for step in range(1, backend.size()):
+        peer = (backend.rank() + step) % backend.size()
+        try:
+            backend.recv([buffer], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if raised_by_handler(error):
+                raise
+            # Otherwise the connection was closed already.
+            if "Timed out" in str(error):
+                return
 
 
 _ABORT_TAG: Final = 0x7FFF

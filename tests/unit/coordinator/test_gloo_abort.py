@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn, cast
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
 
 from coordinator.host.process_groups import GlooBackend, abort_gloo
+from tests.waiting import wait_until
+
+RANKS = 4
+# Gloo's own deadline: a call that is not aborted ends then.
+TIMEOUT = timedelta(seconds=60)
 
 
 class Backend:
@@ -52,3 +61,28 @@ def test_aborting_swallows_the_time_out_and_nothing_that_a_handler_raises() -> N
             abort_gloo(cast("GlooBackend", Backend(is_struck=True)))
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def connect(store: dist.Store, rank: int) -> GlooBackend:
+    """Return this rank's end of a group, whose ranks are threads here."""
+    options = cast("Any", ProcessGroupGloo)._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = TIMEOUT
+    return cast("GlooBackend", ProcessGroupGloo(store, rank, RANKS, options))
+
+
+@pytest.mark.guarantee("V1")
+def test_aborting_ends_a_wait_for_a_silent_rank_though_another_one_has_closed_its_connection() -> None:
+    """Rank 1 has given up before. Ranks 2 and 3 say nothing, as ranks of a vanished host; rank 0 waits for rank 3."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(RANKS) as threads:
+        groups = list(threads.map(lambda rank: connect(store, rank), range(RANKS)))
+    options = dist.BarrierOptions()
+    options.timeout = TIMEOUT
+    waits = [groups[rank].barrier(options) for rank in range(2)]
+    abort_gloo(groups[1])
+    with pytest.raises(RuntimeError, match="peer|pipe"):
+        groups[0].send([torch.zeros(1)], 1, 1).wait(TIMEOUT)
+    assert not waits[0].is_completed()
+    abort_gloo(groups[0])
+    wait_until(waits[0].is_completed, "the wait of rank 0 to end", timeout_s=TIMEOUT.total_seconds() / 3)

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["CORES", "COUNTING", "LOAD", "ROOT", "SANITIZED", "build_core", "build_inputs", "built_cores"]
+__all__ = [
+    "CORES",
+    "COUNTING",
+    "LOAD",
+    "ROOT",
+    "SANITIZED",
+    "build_inputs",
+    "built_cores",
+    "compiled",
+    "linked",
+]
 
 ROOT = Path(__file__).parents[2]
 CORES = {"shm_broadcast._core": ROOT / "shm_broadcast/csrc", "device_comm._core": ROOT / "device_comm/csrc"}
@@ -46,17 +56,23 @@ def build_inputs(folder: Path) -> Path:
     """Compile what makes the inputs into `folder`, unless it is there; return its path."""
     library = folder / "inputs.so"
     if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
         flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
         places = [f"-I{sysconfig.get_path('include')}"]
-        environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-        command = ["g++", *flags, *places, str(INPUTS), "-o", str(library)]
-        subprocess.run(command, check=True, timeout=120, env=environ)
+        unfinished = folder / f"inputs.{os.getpid()}"
+        command = ["g++", *flags, *places, str(INPUTS), "-o", str(unfinished)]
+        subprocess.run(command, check=True, timeout=120, env=_without_sanitizers())
+        unfinished.replace(library)
     return library
+
+
+def _without_sanitizers() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 
 def built_cores(folder: Path, options: Sequence[str]) -> list[str]:
     """Return the names and the paths of the cores in `folder`, which the first of several processes builds."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     done = folder / "done"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -73,9 +89,16 @@ def build_core(name: str, folder: Path, options: Sequence[str]) -> Path:
     sources = sorted(
         CORES[name].rglob("*.cpp"), reverse=True
     )  # the files with the last names are the largest ones
-    places = [
-        f"-I{place}" for place in (sysconfig.get_path("include"), *{source.parent for source in sources})
-    ]
+    folder.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: compiled(source, name, folder, options), sources))
+    return linked(objects, folder, options)
+
+
+def compiled(source: Path, name: str, folder: Path, options: Sequence[str]) -> Path:
+    """Compile one file of core `name` into `folder`; return the path of the object."""
+    own = [source.parent, *sorted({each.parent for each in CORES[name].rglob("*.cpp")})]
+    places = [f"-I{place}" for place in (sysconfig.get_path("include"), *own)]
     flags = [
         "-std=c++20",
         "-fPIC",
@@ -83,17 +106,15 @@ def build_core(name: str, folder: Path, options: Sequence[str]) -> Path:
         "-fno-strict-aliasing",
         "-DPy_LIMITED_API=0x030B0000",
     ]
-    folder.mkdir()
+    made = folder / f"{source.stem}.o"
+    command = ["g++", *flags, *options, *places, "-c", str(source), "-o", str(made)]
+    subprocess.run(command, check=True, timeout=300)
+    return made
 
-    def compiled(source: Path) -> str:
-        made = str(folder / f"{source.stem}.o")
-        subprocess.run(
-            ["g++", *flags, *options, *places, "-c", str(source), "-o", made], check=True, timeout=300
-        )
-        return made
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, sources))
+def linked(objects: Sequence[Path], folder: Path, options: Sequence[str]) -> Path:
+    """Link a core into `folder`; return its path."""
     library = folder / LIBRARY
-    subprocess.run(["g++", "-shared", *options, *objects, "-o", str(library)], check=True, timeout=120)
+    command = ["g++", "-shared", *options, *map(str, objects), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=120)
     return library

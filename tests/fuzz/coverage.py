@@ -3,6 +3,7 @@
 import argparse
 import dis
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,12 +16,12 @@ from device_comm.cpu.status_board import StatusBoard
 from shm_broadcast import codec, endpoint, handle, segment
 from shm_broadcast.codec import numpy_adapter, plain_adapter, torch_adapter
 from shm_broadcast.remote import ledger, reader, wire, writer
-from tests.fuzz.builds import CORES, COUNTING, LOAD, ROOT, build_core
+from tests.fuzz.builds import COUNTING, LOAD, ROOT, built_cores
 from tests.fuzz.driver import fuzz
 from tests.fuzz.entries import code_of
 from tests.fuzz.targets import TARGETS
 
-__all__ = ["LEAST", "PAGE", "of_native", "of_python"]
+__all__ = ["LEAST", "MEASURED", "NATIVE", "PAGE", "PYTHON", "measure"]
 
 PAGE = Path(__file__).with_name("coverage.md")
 LEAST = 0.95
@@ -80,8 +81,16 @@ NATIVE: dict[str, dict[str, list[str]]] = {
 }
 """By target and file: parts of the names of the functions that decode; an empty one stands for all."""
 
+MEASURED = [
+    (name, language)
+    for name in TARGETS
+    for language, table in (("Python", PYTHON), ("C++", NATIVE))
+    if name in table
+]
+"""Targets, and the languages in which each decodes."""
 
-def of_python(name: str, inputs: int, folder: Path) -> tuple[int, dict[str, list[int]]]:
+
+def of_python(name: str, inputs: int, built: Path) -> tuple[int, dict[str, list[int]]]:
     """Return how many lines target `name` has in Python, and by function those that `inputs` inputs do not reach."""
     lines: dict[CodeType, set[int]] = {}
     for function in PYTHON.get(name, []):
@@ -102,7 +111,7 @@ def of_python(name: str, inputs: int, folder: Path) -> tuple[int, dict[str, list
     before = sys.gettrace()
     sys.settrace(enter)
     try:
-        fuzz(target, folder, inputs)
+        fuzz(target, built, inputs)
     finally:
         sys.settrace(before)
     found = {
@@ -122,29 +131,25 @@ def _codes(function: Any) -> Iterator[CodeType]:
         pending += [each for each in code.co_consts if isinstance(each, CodeType)]
 
 
-def of_native(name: str, inputs: int, folder: Path) -> tuple[int, dict[str, list[int]]]:
-    """Return the same for the native lines of target `name`; the cores are built in `folder` unless they are there."""
-    arguments = []
-    for core in CORES:
-        place = folder / core.partition(".")[0]
-        library = place / "_core.abi3.so" if place.exists() else build_core(core, place, COUNTING)
-        arguments += [core, str(library)]
-    for old in folder.rglob("*.gcda"):
-        old.unlink()
-    command = [
-        sys.executable,
-        "-c",
-        LOAD,
-        *arguments,
-        "--",
-        "tests.fuzz.driver",
-        name,
-        "--inputs",
-        str(inputs),
-    ]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+def of_native(name: str, inputs: int, folder: Path, built: Path) -> tuple[int, dict[str, list[int]]]:
+    """Return the same for the native lines of target `name`.
+
+    Args:
+        name: The target.
+        inputs: How many inputs it gets.
+        folder: An empty folder, which takes what is counted.
+        built: Where the cores that count are built, unless they are there; several processes may use it.
+    """
+    arguments = built_cores(built, COUNTING)
+    command = [sys.executable, "-c", LOAD, *arguments, "--", "tests.fuzz.driver", name]
+    command += ["--inputs", str(inputs), "--built", str(built)]
+    # The counts go to a path below the folder that is as long as that of the object file.
+    environ = {**os.environ, "GCOV_PREFIX": str(folder)}
+    subprocess.run(command, check=True, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL)
     counts: dict[tuple[str, int], int] = {}
     for data in folder.rglob("*.gcda"):
+        notes = data.with_suffix(".gcno")
+        notes.symlink_to("/" / notes.relative_to(folder))
         shown = subprocess.run(
             ["gcov", "--json-format", "--stdout", str(data)],
             capture_output=True,
@@ -160,6 +165,16 @@ def of_native(name: str, inputs: int, folder: Path) -> tuple[int, dict[str, list
         if not count:
             missed.setdefault(path, []).append(line)
     return len(counts), missed
+
+
+def measure(
+    name: str, language: str, inputs: int, folder: Path, built: Path
+) -> tuple[int, dict[str, list[int]]]:
+    """Return what `of_python` or `of_native` returns."""
+    folder.mkdir(exist_ok=True)
+    if language == "Python":
+        return of_python(name, inputs, built)
+    return of_native(name, inputs, folder, built)
 
 
 def _add(counts: dict[tuple[str, int], int], file: Any, wanted: dict[str, list[str]]) -> None:
@@ -186,19 +201,14 @@ def main() -> int:
     inputs = parser.parse_args().inputs
     rows = []
     with tempfile.TemporaryDirectory(prefix="fuzz-") as place:
-        folder = Path(place)
-        for name in TARGETS:
-            for language, table, measure in (("Python", PYTHON, of_python), ("C++", NATIVE, of_native)):
-                if name in table:
-                    total, missed = measure(name, inputs, folder)
-                    reached = total - sum(map(len, missed.values()))
-                    left = "; ".join(
-                        f"{where}: {', '.join(map(str, lines))}" for where, lines in missed.items()
-                    )
-                    rows.append(
-                        f"| {name} | {language} | {reached} of {total} | {reached / total:.1%} | {left} |"
-                    )
-                    print(rows[-1], flush=True)
+        built = Path(place) / "built"
+        for name, language in MEASURED:
+            counted = Path(place) / f"{name} {language}"
+            total, missed = measure(name, language, inputs, counted, built)
+            reached = total - sum(map(len, missed.values()))
+            left = "; ".join(f"{where}: {', '.join(map(str, lines))}" for where, lines in missed.items())
+            rows.append(f"| {name} | {language} | {reached} of {total} | {reached / total:.1%} | {left} |")
+            print(rows[-1], flush=True)
     PAGE.write_text(
         "# Lines of the decoders that the fuzzer reaches\n\n"
         f"`python -m tests.fuzz.coverage` measured this with {inputs:,} inputs for each target.\n"

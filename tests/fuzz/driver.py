@@ -25,7 +25,7 @@ from tests.fuzz.builds import build_inputs
 from tests.fuzz.target import Target
 from tests.fuzz.targets import TARGETS
 
-__all__ = ["FuzzError", "Mutator", "again", "fuzz"]
+__all__ = ["CURRENT", "FuzzError", "Mutator", "again", "fuzz"]
 
 CURRENT = struct.Struct("=QQ")
 """What stands before the bytes of the current input: its number and its size."""
@@ -128,6 +128,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     random.seed(0)
     gc.freeze()  # what was imported is not looked through again for each collection
+    gc.set_threshold(10_000)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         for name in chosen.targets:
             start, used = time.monotonic(), time.process_time()

@@ -21,7 +21,7 @@ from device_comm.cpu.shared_memory import SharedPart
 from device_comm.reduction import ReduceOperation, accumulation_dtype, reduce_in_rank_order
 
 # An all-reduce is cut into pieces of this size for each leader: while one is on its way, the next is combined.
-PIECE_BYTES: Final = 4 << 20
+PIECE_BYTES: Final = 1 << 20
 # From this size on several ranks of each host are leaders: they share the work of combining, and where the line carries
 # more than one process can move, they move it together.
 SEVERAL_LEADERS_BYTES: Final = 1 << 20

@@ -35,6 +35,9 @@ class QuietWatch:
         """Return that a rank lives."""
         return "alive"
 
+    def process(self, _rank: int) -> None:
+        """Return that no process is known, which could be asked for its stacks."""
+
     def describe(self, rank: int) -> str:
         """Return a text for a rank."""
         return f"rank {rank} of this process"

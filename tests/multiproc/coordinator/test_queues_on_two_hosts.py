@@ -189,7 +189,12 @@ def until_error(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def one_dies(rank: int, victim: int, directory: Path) -> dict[str, Any]:
-    """Broadcast until this rank learns that the writer, or a rank on the other host, has died."""
+    """Broadcast until this rank learns that the writer, or a rank on the other host, has died.
+
+    A rank that reads what was sent before learns of it a second later than others, and then asks the store why. Rank 0
+    serves that until all have learnt of it.
+    """
+    marks = Marks(directory)
     writer = 1
     group = group_of_all("steps")
     group.enable_broadcaster(writer)
@@ -201,6 +206,10 @@ def one_dies(rank: int, victim: int, directory: Path) -> dict[str, Any]:
     started = time.monotonic()
     found = until_error(lambda: group.broadcast_object("next", writer))
     found["noticed_s"] = time.monotonic() - started
+    marks.mark(f"noticed-{rank}")
+    for other in range(4):
+        if rank == 0 and other != victim:
+            marks.wait(f"noticed-{other}")
     found["again"] = outcome_of(lambda: group.broadcast_object("more", writer))["kind"]
     group.destroy()
     found["threads"] = [each.name for each in threading.enumerate() if "remote" in each.name]

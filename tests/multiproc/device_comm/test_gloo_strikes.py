@@ -161,7 +161,10 @@ def struck_twice(rank: int, world_size: int, directory: Path, name: str, stride:
 @pytest.mark.guarantee("D10")
 @pytest.mark.slow
 @strides
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.thorough) if each == "all_reduce" else each for each in CALLS],
+)
 def test_a_second_strike_in_a_collective_over_gloo_is_told(ranks2: RankPool, name: str, stride: int) -> None:
     """A handler that raises again while the group is being broken leaves it broken on both ranks."""
     assert ApartPool(ranks2).run(struck_twice, name, stride, timeout_s=600.0)[0] > 5

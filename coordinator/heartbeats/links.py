@@ -117,8 +117,11 @@ class Link:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Return whether a beat has been without an answer for longer than one takes."""
-        return self._waited_s >= self._period_s
+        """Return whether a beat has been without an answer for longer than one takes, but not for twice `lost_after_s`.
+
+        By then a host has vanished, or its kernel answers for a process that reads no beats: nobody waits for that.
+        """
+        return self._period_s <= self._waited_s < 2 * self._lost_after_s
 
     def is_silent(self) -> bool:
         """Return whether a beat has been without an answer for half of the time after which the host counts as lost.

@@ -487,6 +487,17 @@ def test_a_link_without_beats_beats_once_more_if_its_host_is_in_doubt() -> None:
         assert not watch.is_in_doubt()
 
 
+def test_a_host_whose_kernel_answers_is_in_doubt_for_a_limited_time() -> None:
+    """Its process reads nothing and the window of its connection is full: that is no lost host, however long it lasts."""
+    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
+        beats[1].listen(watch, (0, 1))
+        (link,) = beats[1]._links.values()
+        link._seen = lambda: links._Seen(1, 0.0)  # type: ignore[method-assign]
+        wait_until(watch.is_in_doubt, "the beat has had no answer for the time of one")
+        wait_until(lambda: not watch.is_in_doubt(), "it has had none for twice the time of a lost host")
+        assert watch.lost() == ()
+
+
 class Sending:
     """Stands for a socket, and notes what is sent."""
 

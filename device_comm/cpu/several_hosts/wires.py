@@ -76,11 +76,6 @@ class Wire:
         self.queued[1] += 1
 
     @property
-    def is_idle(self) -> bool:
-        """Return whether nothing is queued that could move."""
-        return not self._leaving and (not self._coming or self.is_refused)
-
-    @property
     def interest(self) -> tuple[socket.socket, int]:
         """Return the connection, and for what to poll it."""
         reads = select.POLLIN if self._coming and not self.is_refused else 0

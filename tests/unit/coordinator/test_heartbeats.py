@@ -488,7 +488,7 @@ def test_a_link_without_beats_beats_once_more_if_its_host_is_in_doubt() -> None:
 
 
 def test_a_host_whose_kernel_answers_is_in_doubt_for_a_limited_time() -> None:
-    """Its process reads nothing and the window of its connection is full: that is no lost host, however long it lasts."""
+    """Its process reads nothing, and the window of its connection is full: that is no lost host, ever."""
     with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
         beats[1].listen(watch, (0, 1))
         (link,) = beats[1]._links.values()

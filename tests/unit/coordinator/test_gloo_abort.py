@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from coordinator.host.process_groups import GlooBackend, abort_gloo
-from tests.waiting import wait_until
 
 RANKS = 4
 # Gloo's own deadline: a call that is not aborted ends then.
@@ -77,12 +76,13 @@ def test_aborting_ends_a_wait_for_a_silent_rank_though_another_one_has_closed_it
     store = dist.HashStore()
     with ThreadPoolExecutor(RANKS) as threads:
         groups = list(threads.map(lambda rank: connect(store, rank), range(RANKS)))
-    options = dist.BarrierOptions()
-    options.timeout = TIMEOUT
-    waits = [groups[rank].barrier(options) for rank in range(2)]
-    abort_gloo(groups[1])
-    with pytest.raises(RuntimeError, match="peer|pipe"):
-        groups[0].send([torch.zeros(1)], 1, 1).wait(TIMEOUT)
-    assert not waits[0].is_completed()
-    abort_gloo(groups[0])
-    wait_until(waits[0].is_completed, "the wait of rank 0 to end", timeout_s=TIMEOUT.total_seconds() / 3)
+    wait = groups[0].recv([torch.zeros(1)], 3, 1)
+    with ThreadPoolExecutor(1) as threads:
+        silence = threads.submit(wait.wait, TIMEOUT)
+        abort_gloo(groups[1])
+        with pytest.raises(RuntimeError, match="peer|pipe"):
+            groups[0].send([torch.zeros(1)], 1, 1).wait(TIMEOUT)
+        assert not silence.done()
+        abort_gloo(groups[0])
+        with pytest.raises(RuntimeError, match="Application timeout caused pair closure"):
+            silence.result(timeout=TIMEOUT.total_seconds() / 3)

@@ -215,7 +215,7 @@ class PeerWatch:
         self._lost: set[int] = set()
         self._reports: dict[int, str] = {}
         self._looks: list[Callable[[], None]] = []
-        self._companions: Callable[[int], Iterable[int]] = lambda _rank: ()
+        self._holds_back: Callable[[int, str], bool] = lambda _rank, _how: False
         self._doubts: list[Callable[[], bool]] = []
         # A signal handler may run while this thread holds it, and look or close too.
         self._lock = threading.RLock()
@@ -251,7 +251,8 @@ class PeerWatch:
 
     def report(self, rank: int, how: str) -> None:
         """Count `rank` as ended, because somebody who sees its process says so; `how` says who, for errors."""
-        self.report_all(dict.fromkeys((rank, *self._companions(rank)), how))
+        if not self._holds_back(rank, how):
+            self.report_all({rank: how})
 
     def report_all(self, how: Mapping[int, str]) -> None:
         """Count the ranks in `how` as ended, as `report` does: nobody sees some of them as lost without the others."""
@@ -262,17 +263,18 @@ class PeerWatch:
     def look_with(
         self,
         look: Callable[[], None],
-        companions: Callable[[int], Iterable[int]] = lambda _rank: (),
+        holds_back: Callable[[int, str], bool] = lambda _rank, _how: False,
         is_in_doubt: Callable[[], bool] = lambda: False,
     ) -> None:
         """Call `look`, which must not block and may `report_all`, whenever somebody asks who is lost.
 
-        `companions` returns those that are lost too if a rank is, for reports of others. `is_in_doubt`, which must not
-        block either, says whether `look` may soon find ranks lost.
+        `holds_back` is called with each report of others; where it returns True, a later `look` reports that rank, and
+        those that are lost with it. `is_in_doubt`, which must not block either, says whether `look` may soon find ranks
+        lost.
         """
         with self._lock:
             self._looks.append(look)
-            self._companions = companions
+            self._holds_back = holds_back
             self._doubts.append(is_in_doubt)
 
     def is_in_doubt(self) -> bool:

@@ -49,6 +49,15 @@ class State(enum.Enum):
     VANISHED = enum.auto()
 
 
+class _Question(enum.Enum):
+    """What has become of a beat that was asked for."""
+
+    NONE = enum.auto()
+    """None was, or it has its answer."""
+    DUE = enum.auto()
+    SENT = enum.auto()
+
+
 class _Seen(NamedTuple):
     """What the kernel says of a connection: bytes without an answer, and the seconds since the last acknowledgement."""
 
@@ -80,6 +89,7 @@ class Link:
         self._period_s = beat_period_s(lost_after_s)
         self._beats_left = UNANSWERED_BEATS
         self._next_beat = 0.0
+        self._question = _Question.NONE
         self._looked_at: float | None = None
         # How long beats have been without an answer, as far as looks have followed it.
         self._waited_s = 0.0
@@ -99,9 +109,15 @@ class Link:
             if self._waited_s >= self._lost_after_s and seen.silent_s >= self._lost_after_s:
                 self.reason = f"no answer from the host for {seen.silent_s:.1f} s"
                 return State.VANISHED
+            if not seen.unanswered and self._question is _Question.SENT:
+                self._question = _Question.NONE
             if not seen.unanswered and now >= self._next_beat and self._beats_left:
                 self._beats_left -= self._connection.send(b".")
                 self._next_beat = now + self._period_s
+            if (
+                self._question is _Question.DUE
+            ):  # the beat just sent, or an earlier one that has no answer yet
+                self._question = _Question.SENT
         except BlockingIOError:  # the window of the other end is full: its kernel answers
             return State.OPEN
         except OSError as error:
@@ -114,6 +130,17 @@ class Link:
     def allow_beat(self) -> None:
         """Let the next look send a beat even if `UNANSWERED_BEATS` have been sent."""
         self._beats_left = max(self._beats_left, 1)
+
+    def ask(self) -> None:
+        """Let the next look send a beat unless one has no answer yet; `is_asked` holds until one has been answered."""
+        self.allow_beat()
+        if self._question is _Question.NONE:
+            self._question, self._next_beat = _Question.DUE, 0.0
+
+    @property
+    def is_asked(self) -> bool:
+        """Return whether the beat of `ask` has no answer yet, as far as the last look has shown."""
+        return self._question is not _Question.NONE
 
     @property
     def is_in_doubt(self) -> bool:

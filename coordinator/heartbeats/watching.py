@@ -35,6 +35,8 @@ class Heartbeats:
         self._hosts: dict[int, set[int]] = {}
         self._store_at: set[int] = set()
         self._lost: dict[int, str] = {}
+        # Reports of others that no look has judged yet, with the time at which each came.
+        self._reports: dict[int, tuple[str, float]] = {}
         self._watches = weakref.WeakKeyDictionary[PeerWatch, frozenset[int]]()
         self._next_look = 0.0
         self._is_looking = False
@@ -88,30 +90,54 @@ class Heartbeats:
             self._watches[watch] = frozenset(ranks)
             known = {rank: how for rank, how in self._lost.items() if rank in ranks}
         watch.report_all(known)
-        among = frozenset(ranks)
-        watch.look_with(self.look, lambda rank: among.intersection(self._companions(rank)), self.is_in_doubt)
+        watch.look_with(self.look, self._hold_back, self.is_in_doubt)
 
-    def _companions(self, rank: int) -> set[int]:
-        """Return all ranks of the host of `rank` if no beat of ours is answered there now; else none.
+    def _hold_back(self, rank: int, how: str) -> bool:
+        """Keep a report of `rank` until a look knows whether its host answers a beat; return False if there is no link.
 
         The store of a job with a secret reports a host that vanishes rank by rank.
         """
         with self._lock:
-            together = self._hosts.get(rank, set())
-            links = [link for partner, link in self._links.items() if partner in together]
-            return together if any(link.is_silent() for link in links) else set()
+            links = self._links_to(rank)
+            if not links:
+                return False
+            self._reports.setdefault(rank, (how, time.monotonic()))
+            for link in links:
+                link.ask()
+            self._next_look = 0.0
+        self.look()
+        return True
+
+    def _links_to(self, rank: int) -> list[Link]:
+        """Return the links to the host of `rank`."""
+        together = self._hosts.get(rank, {rank})
+        return [link for partner, link in self._links.items() if partner in together]
+
+    def _judge_reports(self, now: float) -> None:
+        """Pass on the reports that were held back: alone if the host answers, with all ranks of the host if not."""
+        for rank, (how, since) in list(self._reports.items()):
+            links = self._links_to(rank)
+            if any(link.is_silent() for link in links):
+                lost = self._hosts.get(rank, {rank})
+            # A kernel answers for a process that reads no beats, but takes no more of them.
+            elif not all(link.is_asked for link in links) or not links or now - since >= self.lost_after_s:
+                lost = {rank}
+            else:
+                continue
+            self._tell(dict.fromkeys(sorted(lost), how))
+            self._reports.pop(rank, None)
 
     def is_in_doubt(self) -> bool:
-        """Return whether a beat has no answer yet, with beats on all links, those too that have none left.
+        """Return whether a beat has no answer yet, or a report waits for one, with beats on all links.
 
-        Without another beat, a link that has none left would find its host vanished only by the kernel's keepalives.
+        A link that has no beats left gets one: it would find its host vanished only by the kernel's keepalives.
         """
         with self._lock:
             for link in self._links.values():
                 link.allow_beat()
         self.look()
         with self._lock:
-            return any(link.is_in_doubt for link in self._links.values())
+            return bool(self._reports) or any(link.is_in_doubt for link in self._links.values())
 
     def check_store(self) -> None:
         """Raise `NativeError` if the host that serves the world's store has vanished. Never blocks."""
@@ -121,7 +147,9 @@ class Heartbeats:
 
     def look(self) -> None:
         """Look at all links, beat where it is due, and report the ranks of hosts that have vanished. Never blocks."""
-        if not self._links or self._fork_count != fork_count() or not self._lock.acquire(blocking=False):
+        if not (self._links or self._reports) or self._fork_count != fork_count():
+            return
+        if not self._lock.acquire(blocking=False):
             return
         try:
             now = time.monotonic()
@@ -131,6 +159,7 @@ class Heartbeats:
             try:
                 for link in list(self._links.values()):
                     self._look_at(link, now)
+                self._judge_reports(now)
             finally:
                 self._is_looking = False
         finally:
@@ -151,5 +180,8 @@ class Heartbeats:
         self._lost = lost | self._lost
         listed = ", ".join(str(rank) for rank in lost)
         logger.error("the host of ranks %s has vanished: %s", listed, link.reason, extra=log_fields())
+        self._tell(lost)
+
+    def _tell(self, lost: dict[int, str]) -> None:
         for watch, ranks in list(self._watches.items()):
             watch.report_all({rank: how for rank, how in lost.items() if rank in ranks})

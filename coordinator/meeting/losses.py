@@ -25,8 +25,9 @@ _lock: Final = threading.RLock()
 def report_loss(rank: int, how: str) -> None:
     """Say that a rank of torch's world has died. From any thread; not collective; sends nothing itself.
 
-    Calls of this process that wait for the rank raise `PeerLostError` within 0.1 s, whose text ends with `how`, and
-    publish that to the other ranks of their groups. The groups of that rank break; others are as they were. Later
+    Calls of this process that wait for the rank raise `PeerLostError`, whose text ends with `how`, and publish that to
+    the other ranks of their groups: within 0.1 s, and 0.1 s after the rank's host has answered a heartbeat if it is
+    another one. If it answers none, all ranks of that host are lost. The groups of that rank break; others are as they were. Later
     groups of this world fail at once if the rank is in them. A rank that has destroyed a group before is not missed in
     it.
 

@@ -5,84 +5,28 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from coordinator.bootstrap.agreement.views import Places, View, Views
-from coordinator.heartbeats import handshake, links, watching
+from coordinator.heartbeats import handshake, links
 from coordinator.heartbeats.handshake import Meeting, Target, listen_at
 from coordinator.heartbeats.joining import join_heartbeats
 from coordinator.heartbeats.links import Link, State
 from coordinator.heartbeats.partners import REACH, partners_of
 from coordinator.heartbeats.watching import Heartbeats
 from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
+from shm_broadcast.liveness import ProcessIdentity, this_process
 from tests.counting_store import CountingStore, Traffic
+from tests.heartbeat_links import LOST_AFTER_S, PROMPT_S, join, joined, no_check
 from tests.waiting import wait_until
-
-LOST_AFTER_S = 0.8
-# What must happen at once may take this long on a busy machine.
-PROMPT_S = 20.0
-
-
-def no_check() -> None:
-    """Raise nothing."""
-
-
-def join(
-    store: dist.Store | list[dist.Store], all_beats: dict[int, Heartbeats], ranks: Sequence[int]
-) -> dict[int, BaseException]:
-    """Let each of `ranks`, each on a host of its own, join with all others in a thread; return the errors.
-
-    They share a store, or each has its own view of it.
-    """
-    errors: dict[int, BaseException] = {}
-
-    def body(rank: int) -> None:
-        partners = [each for each in ranks if each != rank]
-        try:
-            join_heartbeats(
-                all_beats[rank],
-                rank,
-                partners,
-                store[rank] if isinstance(store, list) else store,
-                "127.0.0.1",
-                serves_store=rank == 0,
-                check=no_check,
-                where=f"test (rank {rank})",
-                timeout_s=PROMPT_S,
-            )
-        except BaseException as error:
-            errors[rank] = error
-
-    for rank in ranks:
-        all_beats[rank].use([each for each in ranks if each != rank])
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PROMPT_S)
-        assert not thread.is_alive()
-    return errors
-
-
-@contextmanager
-def joined(count: int, store: dist.Store | None = None) -> Iterator[dict[int, Heartbeats]]:
-    ranks = range(count)
-    beats = {rank: Heartbeats(LOST_AFTER_S) for rank in ranks}
-    assert join(store or dist.HashStore(), beats, ranks) == {}
-    try:
-        yield beats
-    finally:
-        for rank in ranks:
-            beats[rank].release([each for each in ranks if each != rank])
 
 
 @contextmanager
@@ -393,133 +337,6 @@ def test_silence_counts_only_while_a_beat_is_unanswered_and_somebody_looks() -> 
         assert link.look(161.0) is State.OPEN  # acknowledgements come, though not of this beat
         told[0] = links._Seen(1, 0.8)
         assert link.look(161.1) is State.VANISHED
-
-
-# --- Who is lost ---------------------------------------------------------------------------------------------
-
-
-def test_all_ranks_of_a_vanished_host_are_lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that any group has shown to be on that host, in each group; others are not. Later watches hear it too."""
-    own = this_process()
-    with joined(3) as beats, closing(PeerWatch(own, {})) as first, closing(PeerWatch(own, {})) as second:
-        mine = beats[1]
-        mine.learn((0, 5))
-        mine.learn((5, 6))
-        mine.learn((2, 7))
-        mine.listen(first, (0, 1, 2, 5, 7))
-        mine.listen(second, (1, 6, 7))
-        mine.check_store()
-        assert (first.lost(), second.lost()) == ((), ())
-        look: Callable[[Link, float], State] = Link.look
-
-        def vanish(link: Link, now: float) -> State:
-            link.reason = "no answer"
-            return State.VANISHED if link.partner == 0 else look(link, now)
-
-        monkeypatch.setattr(Link, "look", vanish)
-        wait_until(lambda: first.lost() == (0, 5), "the host is lost")
-        assert second.lost() == (6,)
-        assert first.describe(5).endswith("no answer")
-        assert mine.names(range(3)).keys() == {2}
-        with pytest.raises(NativeError, match="store has vanished"):
-            mine.check_store()
-        with closing(PeerWatch(own, {})) as third:
-            mine.listen(third, (0, 2))
-            assert third.lost() == (0,)
-
-
-def test_a_rank_that_another_reports_takes_its_host_along_if_that_is_silent() -> None:
-    """The store of a job with a secret reports rank by rank. A process that dies alone is named alone."""
-    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
-        beats[1].learn((0, 2, 3))
-        beats[1].listen(watch, (0, 1, 2))
-        watch.report(2, "its connection has ended")
-        assert watch.lost() == (2,)
-        (link,) = beats[1]._links.values()
-        told = [links._Seen(1, 0.5)]
-        link._seen = lambda: told[0]  # type: ignore[method-assign]
-        assert link.look(time.monotonic()) is State.OPEN
-        assert link.look(time.monotonic() + 1.0) is State.OPEN
-        told[0] = links._Seen(0, 0.5)
-        watch.report(2, "its connection has ended")
-        assert watch.lost() == (2,), "the beat has had its answer since the last look"
-        told[0] = links._Seen(1, 0.5)
-        watch.report(2, "its connection has ended")
-        assert watch.lost() == (0, 2)
-
-
-@pytest.mark.guarantee("M5")
-@pytest.mark.guarantee("V3")
-def test_a_reported_rank_takes_nobody_along_behind_the_first_look() -> None:
-    """The last bytes of the handshake may have no answer yet, though the other host is there."""
-    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
-        beats[1].learn((0, 2))
-        beats[1].listen(watch, (0, 1, 2))
-        (link,) = beats[1]._links.values()
-        link._seen = lambda: links._Seen(1, 1.0)  # type: ignore[method-assign]
-        assert watch.lost() == ()
-        watch.report(2, "says the driver")
-        assert watch.lost() == (2,)
-
-
-def test_a_link_without_beats_beats_once_more_if_its_host_is_in_doubt() -> None:
-    """A rank that finds a connection closed asks; keepalives would find a vanished host only after ten seconds."""
-    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
-        beats[1].listen(watch, (0, 1))
-        (link,) = beats[1]._links.values()
-        link._beats_left = 0
-        assert watch.lost() == ()
-        assert link._seen().silent_s >= 0
-        sent = list[bytes]()
-        connection = link._connection
-        link._connection = cast("socket.socket", Sending(connection, sent))
-        time.sleep(2 * watching._LOOK_EVERY_S)
-        assert watch.lost() == ()
-        assert sent == []
-        time.sleep(2 * watching._LOOK_EVERY_S)
-        assert not watch.is_in_doubt()
-        assert sent == [b"."]
-        assert link._beats_left == 0
-        # From now on the other host does not answer.
-        link._seen = lambda: links._Seen(1, 9.0)  # type: ignore[method-assign]
-        wait_until(watch.is_in_doubt, "the beat has had no answer for the time of one")
-        wait_until(lambda: watch.lost() == (0,), "the host is lost")
-        assert not watch.is_in_doubt()
-
-
-def test_a_host_whose_kernel_answers_is_in_doubt_for_a_limited_time() -> None:
-    """Its process reads nothing, and the window of its connection is full: that is no lost host, ever."""
-    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
-        beats[1].listen(watch, (0, 1))
-        (link,) = beats[1]._links.values()
-        link._seen = lambda: links._Seen(1, 0.0)  # type: ignore[method-assign]
-        wait_until(watch.is_in_doubt, "the beat has had no answer for the time of one")
-        wait_until(lambda: not watch.is_in_doubt(), "it has had none for twice the time of a lost host")
-        assert watch.lost() == ()
-
-
-class Sending:
-    """Stands for a socket, and notes what is sent."""
-
-    def __init__(self, connection: socket.socket, sent: list[bytes]) -> None:
-        self._connection, self._sent = connection, sent
-
-    def send(self, data: bytes) -> int:
-        self._sent.append(data)
-        return self._connection.send(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-
-def test_a_watch_that_is_closed_looks_no_more() -> None:
-    """Its group may have released the links."""
-    looks = list[int]()
-    watch = PeerWatch(this_process(), {})
-    watch.look_with(lambda: looks.append(1))
-    assert watch.lost() == ()
-    watch.close()
-    assert (watch.lost(), looks) == ((), [1])
 
 
 def _descriptors() -> int:

@@ -67,15 +67,17 @@ def run_on_two_hosts(module: str, *words: str, dead: Collection[int] = ()) -> li
         text=True,
         start_new_session=True,
     )
-    output = ""
+    has_ended = True
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
+        has_ended = False
         # The first shell may have ended because its rank failed. The other ranks are in its process group.
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
     reports = [directory / f"report-{number}" for number in range(4)]
     assert all(each.exists() or rank in dead for rank, each in enumerate(reports)), output
+    assert has_ended, f"a process was still there after {DEADLINE_S:.0f} s: {output}"
     found = [json.loads(each.read_text()) if each.exists() else {} for each in reports]
     shutil.rmtree(directory)
     return found

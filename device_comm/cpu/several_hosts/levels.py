@@ -274,8 +274,10 @@ class Levels:
             self._inside.pass_on(call, stage[:start])
             self._inside.pass_on(call, stage[start + own.numel() :])
         else:
-            for host in self._links.others:
-                self._pass_on(call, blocks[host], edges[host], COPY_ONLY)
+            # Not the hosts of `_links`, which has none on a rank that leads nobody.
+            for host, block in enumerate(blocks):
+                if host != self._host:
+                    self._pass_on(call, block, edges[host], COPY_ONLY)
         if not is_in_place:
             parts = dict(
                 zip(order, stage.split_with_sizes([rows * widths[rank] for rank in order]), strict=True)

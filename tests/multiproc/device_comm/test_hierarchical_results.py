@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -233,9 +233,7 @@ def test_large_tensors_are_sliced_among_the_leaders(ranks4: RankPool) -> None:
 
 
 def move_large(rank: int, world_size: int, directory: Path) -> None:
-    reduce_large(rank, world_size, directory)
-    (directory / "another").mkdir(exist_ok=True)
-    with world(rank, world_size, directory / "another") as group:
+    with world(rank, world_size, directory) as group:
         sizes = [400_001, 0, 300_000, 1, 77_777][:world_size]
         inputs = [values(each, size, torch.float32) for each, size in enumerate(sizes)]
         communicator = hierarchical(group)
@@ -246,13 +244,21 @@ def move_large(rank: int, world_size: int, directory: Path) -> None:
             assert_same_bits(tensor, values(src, 400_001, torch.float32), src)
 
 
-@pytest.mark.thorough
 @pytest.mark.guarantee("D16")
-@pytest.mark.parametrize("places", ["AABBB", "ABBAB"])
-def test_as_many_ranks_lead_as_the_smallest_host_has(places: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "places"),
+    [
+        (move_large, "AABBB"),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in ((move_large, "ABBAB"), (reduce_large, "AABBB"), (reduce_large, "ABBAB"))
+        ),
+    ],
+)
+def test_as_many_ranks_lead_as_the_smallest_host_has(body: Callable[..., None], places: str) -> None:
     """The last rank of the larger host leads nobody, and gets the same bits as all others."""
     with RankPool(5, brief=True) as pool:
-        HostsPool(pool, places).run(move_large)
+        HostsPool(pool, places).run(body)
 
 
 def reduce_views(rank: int, world_size: int, directory: Path) -> None:

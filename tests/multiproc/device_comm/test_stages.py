@@ -35,6 +35,13 @@ def filled(group: GroupCoordinator, elements: int = 12) -> torch.Tensor:
     return torch.full((elements,), 1.0 + group.rank_in_group)
 
 
+def scattered(group: GroupCoordinator) -> torch.Tensor | None:
+    """Return on the first rank a tensor with the number of each rank, three times."""
+    if group.rank_in_group:
+        return None
+    return torch.arange(group.world_size).repeat_interleave(3).float()
+
+
 def total(group: GroupCoordinator) -> float:
     """Return what the ranks' elements add up to."""
     return sum(1.0 + rank for rank in range(group.world_size))
@@ -47,6 +54,10 @@ CALLS: dict[str, Call] = {
     ),
     "all_gather": lambda group: group.all_gather(filled(group)).unique().numel() == group.world_size,
     "all_to_all": lambda group: group.all_to_all(filled(group)).unique().numel() == group.world_size,
+    "gather": lambda group: (group.gather(filled(group), 1) is not None) == (group.rank_in_group == 1),
+    "scatter": lambda group: (
+        group.scatter(torch.zeros(3), scattered(group)).unique().tolist() == [group.rank_in_group]
+    ),
     "broadcast": lambda group: group.broadcast(filled(group), 1).unique().tolist() == [2.0],
     "barrier": lambda group: group.barrier() is None,
     "all_gather_object": lambda group: (
@@ -167,10 +178,8 @@ def struck_at_any_step(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("large all_reduce", marks=pytest.mark.thorough),
-        "all_gather",
-        pytest.param("all_to_all", marks=pytest.mark.thorough),
-        "broadcast",
+        "scatter",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gather", "all_to_all")),
     ],
 )
 def test_a_strike_between_the_stages_over_a_process_group_is_told(ranks2: RankPool, name: str) -> None:
@@ -195,6 +204,7 @@ def test_a_strike_between_the_stages_of_objects_over_gloo_is_told(ranks2: RankPo
     [
         pytest.param("large all_reduce", 0, marks=pytest.mark.thorough),
         pytest.param("large all_reduce", 1, marks=pytest.mark.thorough),
+        pytest.param("all_gather", 0, marks=pytest.mark.thorough),
         ("broadcast", 0),
     ],
 )

@@ -645,8 +645,11 @@ class GroupHealth:
             else:  # Ctrl-C must interrupt within 0.2 s
                 self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
             self._break(error)
-        except BaseException as interruption:
-            self._interrupted(what, interruption)
+        except BaseException:
+            # A signal handler raises here. It goes on to the caller; what has broken the group is `error` all the same.
+            if self._cause is None and not self._closed:
+                self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
+            self._break(error)
             raise
 
     def lost(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import pytest
 
 from device_comm import health as health_module
 from device_comm.health import FailureRecord
-from shm_broadcast.errors import CommError, CommTimeoutError, GroupBrokenError, UsageError
+from shm_broadcast.errors import CommError, CommTimeoutError, GroupBrokenError, PeerLostError, UsageError
 from tests.unit.device_comm.test_health import LONG_S, OPERATION, FakeWork, Group
 
 # What a handler may raise. Errors of this package are those of a call that the handler makes itself.
@@ -214,6 +214,35 @@ def test_a_second_signal_leaves_no_group_half_broken(
     assert group.aborts == 1
     assert group.status_store.failure_records[0].kind == "interrupted"
     assert group.health.failure_record is group.status_store.failure_records[0]
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.parametrize("arrange", [strike_in_abort, strike_in_publish])
+def test_a_loss_stays_the_reason_though_a_handler_raises_while_it_is_told(
+    group: Group, arrange: Callable[[Group, Callable[[], None]], None]
+) -> None:
+    """A read of a queue has found its writer lost, and is struck: the others must not blame the struck rank."""
+    lost, second = PeerLostError("lost rank 6", peers=[6]), ValueError("of the handler")
+    strikes: list[int] = []
+    with handler_of(second) as strike:
+
+        def strike_once() -> None:
+            strikes.append(0)
+            if len(strikes) == 1:
+                strike()
+
+        arrange(group, strike_once)
+        with pytest.raises(ValueError, match="of the handler") as caught:
+            group.health.fail(lost, "dequeue")
+    assert caught.value is second
+    assert group.aborts == 1
+    with pytest.raises(GroupBrokenError) as again:
+        group.health.check_usable("barrier")
+    assert again.value.__cause__ is lost
+    record = group.health.failure_record
+    assert record is group.status_store.failure_records[0]
+    assert record is not None
+    assert (record.kind, record.ranks) == ("lost", (6,))
 
 
 def test_an_interruption_is_published_before_the_transports_end(group: Group) -> None:

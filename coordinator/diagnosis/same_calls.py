@@ -8,10 +8,21 @@ from typing import Final, NamedTuple
 from coordinator.diagnosis.model import Group, Lane, Page, Record
 from shm_broadcast.status.kinds import ALGORITHMS
 
-__all__ = ["GroupKey", "PageGroups", "ambiguous_groups", "carrier_of", "is_shared"]
+__all__ = [
+    "TWO_LEVELS",
+    "GroupKey",
+    "PageGroups",
+    "ambiguous_groups",
+    "carrier_of",
+    "is_shared",
+    "lets_all_meet",
+]
 
 # Shared memory says which of its ways it took for a sum.
 _SHARED: Final = frozenset({"shared memory", *ALGORITHMS.values()})
+
+# Calls of tensors between hosts, of which those of one host meet in its memory and leaders over TCP.
+TWO_LEVELS: Final = "two levels"
 
 
 class GroupKey(NamedTuple):
@@ -75,6 +86,15 @@ def ambiguous_groups(pages: Sequence[Page]) -> dict[GroupKey, tuple[int, int]]:
 def is_shared(algorithm: str) -> bool:
     """Return whether calls go through shared memory, where all ranks compare their calls."""
     return algorithm in _SHARED
+
+
+def lets_all_meet(algorithm: str, call: str) -> bool:
+    """Return whether no rank leaves the call before all have come, though one of them has all the data.
+
+    Between hosts a broadcast is one of their leaders, who tell each other of it first. What leaders do not carry, such
+    as a scatter, they leave to a process group.
+    """
+    return is_shared(algorithm) or (algorithm == TWO_LEVELS and call == "broadcast")
 
 
 def carrier_of(call: Lane | Record) -> str:

@@ -15,7 +15,7 @@ import msgspec
 
 from coordinator.diagnosis.clock_offsets import Alignment, align
 from coordinator.diagnosis.model import Group, Lane, Page, Record
-from coordinator.diagnosis.same_calls import GroupKey, PageGroups, ambiguous_groups, carrier_of
+from coordinator.diagnosis.same_calls import TWO_LEVELS, GroupKey, PageGroups, ambiguous_groups, carrier_of
 from device_comm._core import TYPE_NAMES
 
 __all__ = ["Trace", "make_trace"]
@@ -47,7 +47,7 @@ _REDUCING: Final = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 # Shared memory counts elements in these calls, of which the result has as many as the input, and bytes in others.
 _SAME_SIZE: Final = frozenset({"all_reduce", "reduce"})
 # Calls of other carriers end when they are queued on a device, and say nothing of who waited for whom.
-_WAITING: Final = frozenset({"shared memory", "process group"})
+_WAITING: Final = frozenset({"shared memory", "process group", TWO_LEVELS})
 _SENDING: Final = frozenset({"send", "send_object", "send_tensor_dict"})
 _RECEIVING: Final = frozenset({"recv", "recv_object", "recv_tensor_dict"})
 

@@ -50,6 +50,7 @@ class ShownCalls:
         self._ranks, self._place = tuple(ranks), place
         # For the collectives of a plane, one at a time.
         self._lanes: dict[str, StatusLane] = {}
+        self._algorithms: dict[str, str] = {}
         # Planes whose native code shows its waits itself.
         self._native: set[str] = set()
         # For calls between two ranks, of which threads may make several at once.
@@ -59,8 +60,13 @@ class ShownCalls:
         """Return where the collectives of `plane` are shown."""
         lane = self._lanes.get(plane)
         if lane is None:
-            lane = self._lanes[plane] = self.status.lane(plane, "process group")
+            algorithm = self._algorithms.get(plane, "process group")
+            lane = self._lanes[plane] = self.status.lane(plane, algorithm)
         return lane
+
+    def carry(self, plane: str, algorithm: str) -> None:
+        """Show `algorithm` for the collectives of `plane`, of which none has been made yet, and not a process group."""
+        self._algorithms[plane] = algorithm
 
     def native_lane(self, plane: str, algorithm: str) -> StatusLane:
         """Return where native code shows the collectives of `plane`, and its waits in them."""

@@ -18,7 +18,7 @@ from coordinator.diagnosis.blame.members import (
 )
 from coordinator.diagnosis.blame.verdict import called
 from coordinator.diagnosis.queues import Reader, Ring
-from coordinator.diagnosis.same_calls import is_shared
+from coordinator.diagnosis.same_calls import lets_all_meet
 
 __all__ = ["Edge", "WaitGraph", "slowest_readers"]
 
@@ -93,7 +93,8 @@ class WaitGraph:
         assert lane is not None
         members = job.members(key)
         group = job.group_of(node, key.of)
-        if not is_shared(lane.algorithm) and lane.call in _FROM_ROOT and lane.root is not None and group:
+        is_from_root = lane.call in _FROM_ROOT and not lets_all_meet(lane.algorithm, lane.call)
+        if is_from_root and lane.root is not None and group:
             members = [job.member(group, lane.root)]
         arrived = self._absolved.get((key.of, lane.call, lane.number))
         found = []

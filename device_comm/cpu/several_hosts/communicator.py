@@ -11,6 +11,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 
@@ -19,18 +20,24 @@ from device_comm.cpu.native_codes import copy_code
 from device_comm.cpu.several_hosts.leaders import Call
 from device_comm.cpu.several_hosts.levels import Levels
 from device_comm.cpu.several_hosts.line import measured_worth_bytes
+from device_comm.cpu.several_hosts.turns import Turns
 from device_comm.cpu.shared_memory import SharedPart
 from device_comm.handles import Handle
 from device_comm.health import Operation
 from device_comm.process_group import (
     ProcessGroupCommunicator,
     as_bytes,
-    collective,
     dense,
     in_stages,
     is_plain,
 )
 from device_comm.reduction import ReduceOperation
+from shm_broadcast.status.layout import NOBODY
+
+# These have no part that hosts could combine or share before it crosses.
+_OVER_GLOO: Final = frozenset(
+    {"gather", "scatter", "all_to_all", "all_to_all_into_output", "send", "recv", "isend", "irecv"}
+)
 
 
 def group_by_host(host_ids: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -68,12 +75,16 @@ class HierarchicalCommunicator(DeviceCommunicator):
         """
         super().__init__(context)
         self._health = context.health
+        self._health.shown.carry("device", self.algorithm)
         self._general = general
         self._levels = Levels(context, hosts, part, connections)
+        self._turns = Turns(context.health, None if part is None else part.device)
 
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
         """Return how a call is carried."""
-        del operation, nbytes, dtype
+        del nbytes, dtype
+        if operation in _OVER_GLOO:
+            return CallPath("gloo", "every byte crosses between hosts once anyway")
         return CallPath(self.algorithm, "shared memory inside of each host, TCP between their leaders")
 
     def measure_line(self, exchange: Callable[[bytes], list[bytes]]) -> None:
@@ -87,7 +98,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         """
 
         def stages() -> None:
-            call = self._call(operation, None)
+            call = Call(operation, time.monotonic() + self.context.timeout_s)
             self._levels.worth_bytes = measured_worth_bytes(self._levels.first_leaders, call, exchange)
 
         operation = Operation("device", "measure the line", 0)
@@ -112,23 +123,32 @@ class HierarchicalCommunicator(DeviceCommunicator):
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
         into = tensor.detach()
 
-        def stages(operation: Operation) -> None:
-            self._levels.all_reduce(self._call(operation, timeout_s), into, into, op)
+        def stages(call: Call) -> None:
+            self._levels.all_reduce(call, into, into, op)
 
-        collective(self._health, "device", "all_reduce", stages, tensor.nbytes)
+        self._make("all_reduce", stages, timeout_s, tensor.nbytes)
         return tensor
 
-    def _call(self, operation: Operation, timeout_s: float | None) -> Call:
-        return Call(operation, time.monotonic() + (timeout_s or self.context.timeout_s))
+    def _make(
+        self,
+        name: str,
+        stages: Callable[[Call], None],
+        timeout_s: float | None,
+        nbytes: int,
+        root: int = NOBODY,
+    ) -> None:
+        """Make a collective in its turn."""
+        limit_s = timeout_s or self.context.timeout_s
+        self._turns.make(name, lambda operation, end: stages(Call(operation, end)), limit_s, nbytes, root)
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
         source = dense(input_)
         result = torch.empty_like(source)
 
-        def stages(operation: Operation) -> None:
-            self._levels.all_reduce(self._call(operation, timeout_s), source, result, op)
+        def stages(call: Call) -> None:
+            self._levels.all_reduce(call, source, result, op)
 
-        collective(self._health, "device", "all_reduce", stages, source.nbytes)
+        self._make("all_reduce", stages, timeout_s, source.nbytes)
         return result
 
     def _all_reduce_into(
@@ -138,10 +158,10 @@ class HierarchicalCommunicator(DeviceCommunicator):
             super()._all_reduce_into(output, input_, op, timeout_s)
             return
 
-        def stages(operation: Operation) -> None:
-            self._levels.all_reduce(self._call(operation, timeout_s), dense(input_), output, op)
+        def stages(call: Call) -> None:
+            self._levels.all_reduce(call, dense(input_), output, op)
 
-        collective(self._health, "device", "all_reduce", stages, input_.nbytes)
+        self._make("all_reduce", stages, timeout_s, input_.nbytes)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
@@ -150,12 +170,11 @@ class HierarchicalCommunicator(DeviceCommunicator):
         source = dense(input_)
         result = torch.empty_like(source)
 
-        def stages(operation: Operation) -> None:
-            call = self._call(operation, timeout_s)
+        def stages(call: Call) -> None:
             call.view = f", root {dst}"
             self._levels.all_reduce(call, source, result, op)
 
-        collective(self._health, "device", "reduce", stages, source.nbytes, dst)
+        self._make("reduce", stages, timeout_s, source.nbytes, dst)
         return result if self.rank_in_group == dst else None
 
     def _reduce_scatter(
@@ -186,14 +205,13 @@ class HierarchicalCommunicator(DeviceCommunicator):
     ) -> None:
         """Put this rank's part of the combined rows into the contiguous `result`."""
 
-        def stages(operation: Operation) -> None:
+        def stages(call: Call) -> None:
             if rows.numel():
                 per_row = rows[0].numel()
                 counts = [size * per_row for size in sizes]
-                call = self._call(operation, timeout_s)
                 self._levels.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
 
-        collective(self._health, "device", "reduce_scatter", stages, rows.nbytes)
+        self._make("reduce_scatter", stages, timeout_s, rows.nbytes)
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
@@ -215,9 +233,8 @@ class HierarchicalCommunicator(DeviceCommunicator):
     ) -> None:
         """Concatenate the ranks' contiguous tensors in the contiguous `result`."""
 
-        def stages(operation: Operation) -> None:
+        def stages(call: Call) -> None:
             if result.numel():
-                call = self._call(operation, timeout_s)
                 rows = math.prod(source.shape[:dim])
                 inner = math.prod(source.shape[dim + 1 :]) * source.itemsize
                 widths = [size * inner for size in sizes]
@@ -225,20 +242,19 @@ class HierarchicalCommunicator(DeviceCommunicator):
                     call, as_bytes(source), as_bytes(result), rows, widths, copy_code(source.dtype)
                 )
 
-        collective(self._health, "device", "all_gather", stages, source.nbytes)
+        self._make("all_gather", stages, timeout_s, source.nbytes)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
-        def stages(operation: Operation) -> None:
+        def stages(call: Call) -> None:
             if tensor.numel() == 0:
                 return
-            call = self._call(operation, timeout_s)
             into = tensor.detach()
             landing = into if is_plain(into) else dense(into)
             self._levels.broadcast(call, as_bytes(landing), copy_code(tensor.dtype), src)
             if landing is not into and self.rank_in_group != src:
                 into.copy_(landing)
 
-        collective(self._health, "device", "broadcast", stages, tensor.nbytes, src)
+        self._make("broadcast", stages, timeout_s, tensor.nbytes, src)
         return tensor
 
     # ------------------------------------------------------------------ over the process group

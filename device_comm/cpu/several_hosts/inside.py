@@ -46,7 +46,9 @@ class LoneHost:
         """Cut the leader's `block` into `counts` elements for each rank of the host; the own ones go to `result`."""
         del call, counts
         if block is not None:
-            result.copy_(block)
+            # Outside of that mode torch refuses to write into tensors that were made in it.
+            with torch.inference_mode():
+                result.copy_(block)
 
     def combine_slices(
         self, call: Call, flat: torch.Tensor, counts: Sequence[int], op: ReduceOperation

@@ -148,7 +148,8 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 
 def _header_of(call: Call, name: str) -> bytes:
     # The name ends with the epoch: a leader of another one is told so.
-    view = f"{call.operation.name} in {name!r}, {call.view}".encode()
+    # Its number shows a rank that has refused a call, or made one of no elements, which the others did not.
+    view = f"{call.operation} in {name!r}, {call.view}".encode()
     digest = hashlib.blake2b(view, digest_size=_DIGEST_BYTES).digest()
     return (digest + view)[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
 

@@ -75,6 +75,7 @@ class _Piece:
         ranges: On a leader: for each host the (start, end), within the slice, of the elements that it combines.
         parts: On a leader: each host's partial result for the leader's own range. Empty on other ranks.
         swap: On a leader: the transfers that fill `parts`. None on other ranks.
+        is_divided: Whether the leaders of all hosts combine a part each, and swap the results.
     """
 
     elements: slice
@@ -82,6 +83,7 @@ class _Piece:
     ranges: Sequence[tuple[int, int]] = ()
     parts: Sequence[torch.Tensor] = ()
     swap: Swap | None = None
+    is_divided: bool = False
 
 
 class Levels:
@@ -165,16 +167,14 @@ class Levels:
         if self._place >= leaders:
             return _Piece(elements, edges)
         count, hosts = partial.numel(), len(self._hosts)
-        if takes_one_swap(hosts, partial, dtype, self.worth_bytes):
-            ranges = [(0, count)] * hosts
-        else:
-            ranges = list(itertools.pairwise(_edges(count, hosts)))
+        is_divided = not takes_one_swap(hosts, partial, dtype, self.worth_bytes)
+        ranges = list(itertools.pairwise(_edges(count, hosts))) if is_divided else [(0, count)] * hosts
         first, last = ranges[self._host]
         parts = list(partial.new_empty((hosts, last - first)))
         parts[self._host] = partial[first:last]
         sends = {host: partial[slice(*ranges[host])] for host in self._links.others}
         swap = self._links.swap(call, sends, {host: parts[host] for host in self._links.others})
-        return _Piece(elements, edges, ranges, parts, swap)
+        return _Piece(elements, edges, ranges, parts, swap, is_divided)
 
     def _finish_piece(self, call: Call, piece: _Piece, into: torch.Tensor, op: ReduceOperation) -> None:
         whole = into[piece.elements]
@@ -185,7 +185,7 @@ class Levels:
             # Outside of that mode torch refuses to write into tensors that were made in it.
             with torch.inference_mode():
                 own.copy_(self._combined(piece.parts, op, whole.dtype))
-            if own.numel() < mine.numel():
+            if piece.is_divided:
                 received = {host: mine[slice(*piece.ranges[host])] for host in self._links.others}
                 self._links.wait(
                     call, self._links.swap(call, dict.fromkeys(self._links.others, own), received)

@@ -74,7 +74,7 @@ def _measure(leaders: Leaders, call: Call) -> tuple[float, float]:
 
 def _swap_s(leaders: Leaders, call: Call, length: int) -> float:
     """Swap `length` bytes with each other leader, and return how many seconds that took."""
-    own = torch.zeros(length, dtype=torch.uint8)
+    own = torch.zeros(length, dtype=torch.uint8, device="cpu")
     received = {host: torch.empty_like(own) for host in leaders.others}
     start = time.monotonic()
     leaders.wait(call, leaders.swap(call, dict.fromkeys(leaders.others, own), received))

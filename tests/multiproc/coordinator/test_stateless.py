@@ -16,6 +16,7 @@ from coordinator import (
     create_stateless_group,
     functional,
 )
+from coordinator.diagnosis.metrics.reader import read_own
 from coordinator.errors import CapabilityError, CommTimeoutError, UsageError
 from tests.harness import RankPool
 from tests.ports import free_port, listening_addresses
@@ -133,14 +134,20 @@ def test_a_process_is_in_groups_with_different_processes(ranks4: RankPool) -> No
 def apart(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
     with create(port, rank, world_size) as group:
         use(group)
-        path = group.device_communicator.path("all_reduce", 64, torch.float32)
+        path = group.device_communicator.path
+        paths = [path(call, 64, torch.float32).algorithm for call in ("all_reduce", "scatter", "isend")]
+        (page,) = [each.page for each in read_own().found]
+        (shown,) = [each for each in page.groups if each.name == group.unique_name]
+        lanes = {lane.plane: lane.algorithm for lane in shown.lanes}
         group.barrier()
-    return [path.algorithm, group._host.__class__.__name__]
+    return [paths, lanes["device"], lanes["host"], group._host.__class__.__name__]
 
 
 def test_ranks_of_different_hosts_use_the_network(ranks4: RankPool) -> None:
-    """They connect in the group's own store, and not in the world's, which there is not."""
-    assert ApartPool(ranks4).run(apart, free_port()) == [["two levels", "GlooHostPlane"]] * 4
+    """They connect in the group's own store, and not in the world's, which there is not. The status page says how."""
+    paths = ["two levels", "gloo", "gloo"]
+    found = ApartPool(ranks4).run(apart, free_port())
+    assert found == [[paths, "two levels", "process group", "GlooHostPlane"]] * 4
 
 
 def again(rank: int, world_size: int, directory: Path, port: int) -> int:

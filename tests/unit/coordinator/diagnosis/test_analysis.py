@@ -48,6 +48,19 @@ def test_a_rank_outside_of_calls_is_the_root_cause() -> None:
     assert "rank 0 waits in all_gather #3 on 'tp:0' (shared) for rank 3" in found.details
 
 
+def test_all_ranks_of_several_hosts_wait_for_a_rank_that_does_not_come_to_a_broadcast() -> None:
+    """Leaders tell each other of it first. A scatter goes over a process group, where the root alone is awaited."""
+    words: dict[str, Any] = {"plane": "device", "algorithm": "two levels", "root": 0}
+    for call, named in (("broadcast", (3,)), ("scatter", (0,))):
+        ranks = [FakeRank(rank, 4, host=f"node{rank // 2}").group("tp:0", RANKS) for rank in RANKS]
+        missing = ranks.pop(named[0])
+        for rank in ranks:
+            rank.enter("tp:0", call, **words)
+        found = first(*(rank.process() for rank in [*ranks, missing]))
+        assert (found.rule, found.ranks, found.call) == ("root cause", named, call)
+        assert len([line for line in found.details if "waits in" in line]) == 3
+
+
 @pytest.mark.guarantee("W2")
 def test_a_rank_without_any_page_is_named_only_if_nobody_else_can_be() -> None:
     """An innocent rank's page is missing: the one that is outside of calls is named. Alone, it is named."""

@@ -1,0 +1,185 @@
+"""Collectives of a group over several hosts take turns on each rank: its parts must not be mixed with another one's.
+
+What is queued on a connection, and the steps in a host's memory, belong to one call until that has come to its end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, TypeVar
+
+from device_comm.cpu.region_calls import RegionCalls
+from device_comm.health import Arrival, GroupHealth, Operation
+from device_comm.process_group import collective
+from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.status.layout import NOBODY
+
+# How often a call looks whether its turn has come.
+_TURN_S: Final = 0.0002
+
+Result = TypeVar("Result")
+
+
+class _Claim:
+    """A call that is made, or waits for its turn: its thread, and the frame that makes it.
+
+    The frame's id stays its own while it runs. The frame itself would keep the call's tensors alive.
+    """
+
+    __slots__ = ("frame", "thread")
+
+    def __init__(self, frame: int) -> None:
+        self.frame = frame
+        self.thread = threading.get_ident()
+
+    def is_live(self) -> bool:
+        """Return whether the call goes on. What a signal handler raises at its end may leave the claim behind."""
+        frame = sys._current_frames().get(self.thread)  # noqa: SLF001 - documented in spite of its name
+        while frame is not None:
+            if id(frame) == self.frame:
+                return True
+            frame = frame.f_back
+        return False
+
+
+class Turns:
+    """Lets one collective of the device plane after the other begin on this rank; see `Plane` of its refusals."""
+
+    def __init__(self, health: GroupHealth, region: RegionCalls | None) -> None:
+        """Order the calls of a group.
+
+        Args:
+            health: The group's shared state.
+            region: What the ranks of this host share; None if this rank is alone on its host.
+        """
+        self._health = health
+        self._region = region
+        # The first one is in its call, the others wait. Appending and removing are atomic.
+        self._claims: deque[_Claim] = deque()
+        # Reasons of refusals that other threads have made during a call.
+        self._refusals: deque[str] = deque()
+        health.attach("device", self)
+
+    def make(
+        self,
+        name: str,
+        stages: Callable[[Operation, float], Result],
+        timeout_s: float,
+        nbytes: int = 0,
+        root: int = NOBODY,
+    ) -> Result:
+        """Begin a collective when its turn has come, and return `stages(operation, end)`.
+
+        Args:
+            name: Of the call.
+            stages: Makes the call until the monotonic time `end`.
+            timeout_s: Deadline in seconds, to which waiting for the turn counts.
+            nbytes: What this rank brings, for the status page.
+            root: Its place in the group, for the same.
+
+        Raises:
+            UsageError: The call is made inside of another one of its thread, or its turn has not come in time. The
+                group is intact, and the call has taken no number.
+            Others: As `collective`.
+        """
+        end = time.monotonic() + timeout_s
+        claim = _Claim(id(inspect.currentframe()))
+        try:
+            self._refuse_inside(name, claim)
+            self._claims.append(claim)
+            self._await_turn(name, claim, end)
+            self._settle()
+            return collective(
+                self._health, "device", name, lambda operation: stages(operation, end), nbytes, root
+            )
+        finally:
+            with suppress(ValueError):  # it was refused before it had a place
+                self._claims.remove(claim)
+            self._settle_between_calls()
+
+    def _refuse_inside(self, name: str, claim: _Claim) -> None:
+        """Raise if this thread is in a call already, further out."""
+        for other in list(self._claims):
+            if other.thread == claim.thread and other.is_live():
+                raise self._without_number(
+                    name, "this thread is in a collective of the group already, further out on its stack"
+                )
+
+    def _await_turn(self, name: str, claim: _Claim, end: float) -> None:
+        """Return when the claims before this one are gone."""
+        while not self._is_first(claim):
+            if time.monotonic() >= end:
+                text = "another thread of this rank is in a collective, and was until the deadline"
+                raise self._without_number(name, text)
+            self._health.check_usable(name)
+            time.sleep(_TURN_S)
+
+    def _is_first(self, claim: _Claim) -> bool:
+        """Return whether it is the turn of `claim`, which has a place; drop claims of calls that are over."""
+        while (first := self._claims[0]) is not claim and not first.is_live():
+            with suppress(ValueError):  # another thread has found it, too
+                self._claims.remove(first)
+        return first is claim
+
+    def _without_number(self, name: str, why: str) -> UsageError:
+        error = UsageError(f"{self._health.where(name)}: {why}")
+        # It has no place among the calls, so the other ranks make none for it: there is nothing to tell them.
+        error.is_told = True
+        return error
+
+    # ------------------------------------------------------------------ refusals, as of a `Plane`
+
+    def refuse(self, reason: str) -> None:
+        """Take the number of a call that this rank refuses: the next one's, behind a call of another thread.
+
+        Does nothing inside of a call of the same thread, where the refused one would have had no number.
+        """
+        own = threading.get_ident()
+        if not any(claim.thread == own and claim.is_live() for claim in list(self._claims)):
+            self._refusals.append(reason)
+            self._settle_between_calls()
+
+    def catch_up(self) -> None:
+        """Tell the others of refusals that had to wait for earlier ones to be seen."""
+        if self._region is not None:
+            self._region.catch_up()
+
+    def last_calls(self) -> dict[int, Arrival]:
+        """Return nothing: the memory of a host knows only the steps of which calls are made."""
+        return {}
+
+    def _settle_between_calls(self) -> None:
+        """Take the numbers of refused calls, unless a call is made or waits: that one does so when it begins or ends.
+
+        Whoever is refused meanwhile has told `_refusals` before it looks for calls, and here that is read last.
+        """
+        while self._refusals:
+            claim = _Claim(id(inspect.currentframe()))
+            try:
+                self._claims.append(claim)
+                if not self._is_first(claim):
+                    return
+                self._settle()
+            finally:
+                with suppress(ValueError):
+                    self._claims.remove(claim)
+
+    def _settle(self) -> None:
+        """Take the numbers of the calls that were refused."""
+        while self._refusals:
+            with suppress(
+                IndexError, CommError
+            ):  # another thread has taken it, or the group has come to its end
+                reason = self._refusals.popleft()
+                self._health.begin("device", "a refused call")
+                if self._region is not None:
+                    self._region.refuse(reason)
+
+
+__all__ = ["Turns"]

@@ -500,11 +500,12 @@ class GroupHealth:
         while True:
             if self._closed:
                 return ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
+            # Asked first: it looks for lost ranks itself, of which the next line must know.
+            is_over = not self._watch.is_in_doubt() and time.monotonic() >= end
             known = self._known_failure(operation)
             if known is not None:
                 return known
-            is_in_doubt = self._watch.is_in_doubt()
-            if time.monotonic() >= end and not is_in_doubt:
+            if is_over:
                 break
             time.sleep(0.02)
         suspects = pending or self.ranks
@@ -638,12 +639,11 @@ class GroupHealth:
             failure_record = failure_of(error, self.rank, what)
             if isinstance(error, PeerLostError) and error.peers:
                 failure_record = self._failure(what, "lost", error.peers)
+        # Ctrl-C must interrupt within 0.2 s.
+        within = {} if isinstance(error, CommError) else {"within_s": SLICE_S}
         try:
             # Published first: who finds a transport closed, which the break does, looks for the reason.
-            if isinstance(error, CommError):
-                self._failure_record = self._status_store.publish(failure_record)
-            else:  # Ctrl-C must interrupt within 0.2 s
-                self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
+            self._failure_record = self._status_store.publish(failure_record, **within)
             self._break(error)
         except BaseException:
             # A signal handler raises here. It goes on to the caller; what has broken the group is `error` all the same.

@@ -356,7 +356,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         """On the CPU, raise on every rank unless what is sent in an all-to-all is what is expected."""
         if self._on_host:
             # Gloo would end a process that receives other sizes than it expects. This raises on every rank instead.
-            own = torch.tensor([*send_sizes, *recv_sizes], dtype=torch.int64)
+            own = torch.tensor([*send_sizes, *recv_sizes], dtype=torch.int64, device="cpu")
             gathered = self._gather_bytes(operation, as_bytes(own), timeout_s).view(torch.int64)
             table = gathered.view(self.world_size, -1).tolist()
             checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, table)

@@ -223,7 +223,7 @@ class PeerWatch:
             for rank, peer in self._peers.items():
                 if own.sees(peer):
                     self._open(rank, peer)
-        except CapabilityError:
+        except BaseException:
             self.close()
             raise
 
@@ -233,12 +233,11 @@ class PeerWatch:
         except ProcessLookupError:
             self._lost.add(rank)
             return
+        self._descriptors[rank] = descriptor
         # The pid may have been reused before the pidfd was opened: compare the start time.
         if process_state(peer) == "dead":
-            os.close(descriptor)
             self._lost.add(rank)
-            return
-        self._descriptors[rank] = descriptor
+            os.close(self._descriptors.pop(rank))
 
     def adopt(self, rank: int, peer: ProcessIdentity, descriptor: int) -> None:
         """Watch `rank` through a pidfd that it opened on itself and sent here; works across PID namespaces.

@@ -219,7 +219,7 @@ class Meeting:
         except OSError:  # gone already
             connection.close()
             return
-        self._drop_guests(self._guests[: len(self._guests) - _MOST_GUESTS + 1])
+        self._drop_guests(self._guests[: max(len(self._guests) - _MOST_GUESTS + 1, 0)])
         self._guests.append(guest)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(guest))
 

@@ -120,6 +120,8 @@ class Link:
                 self._question = _Question.SENT
         except BlockingIOError:  # the window of the other end is full: its kernel answers
             return State.OPEN
+        except ValueError:  # a signal handler has closed it meanwhile
+            return State.ENDED
         except OSError as error:
             if error.errno not in _UNREACHABLE:
                 return State.ENDED
@@ -134,8 +136,8 @@ class Link:
     def ask(self) -> None:
         """Let the next look send a beat unless one has no answer yet; `is_asked` holds until one has been answered."""
         self.allow_beat()
-        if self._question is _Question.NONE:
-            self._question, self._next_beat = _Question.DUE, 0.0
+        # One that was sent for an earlier report may have been answered before the host vanished.
+        self._question, self._next_beat = _Question.DUE, 0.0
 
     @property
     def is_asked(self) -> bool:
@@ -159,6 +161,8 @@ class Link:
             return False
         try:
             seen = self._seen()
+        except ValueError:  # closed
+            return False
         except OSError as error:
             return error.errno in _UNREACHABLE
         return seen.unanswered > 0 and seen.silent_s >= self._lost_after_s / 2

@@ -213,7 +213,7 @@ class GlooHostPlane(GatheringHostPlane):
     ) -> Handle:
         into = tensor.detach()
         is_direct = is_plain(into) and into.device.type == "cpu"
-        landing = into if is_direct else torch.empty(into.shape, dtype=into.dtype)
+        landing = into if is_direct else torch.empty(into.shape, dtype=into.dtype, device="cpu")
 
         def stages() -> Handle:
             with self._health.transport(operation):

@@ -242,7 +242,7 @@ def abort_gloo(backend: GlooBackend) -> None:
     the group and fails every pending operation. This posts a receive on a tag that nobody sends on, from each peer: one
     whose connection is closed already fails at once, and closes no other one.
     """
-    buffer = torch.empty(1, dtype=torch.uint8)
+    buffer = torch.empty(1, dtype=torch.uint8, device="cpu")
     for step in range(1, backend.size()):
         peer = (backend.rank() + step) % backend.size()
         try:

@@ -25,11 +25,11 @@ _lock: Final = threading.RLock()
 def report_loss(rank: int, how: str) -> None:
     """Say that a rank of torch's world has died. From any thread; not collective; sends nothing itself.
 
-    Calls of this process that wait for the rank raise `PeerLostError`, whose text ends with `how`, and publish that to
-    the other ranks of their groups: within 0.1 s, and 0.1 s after the rank's host has answered a heartbeat if it is
-    another one. If it answers none, all ranks of that host are lost. The groups of that rank break; others are as they were. Later
-    groups of this world fail at once if the rank is in them. A rank that has destroyed a group before is not missed in
-    it.
+    Calls of this process that wait for the rank raise `PeerLostError` within 0.1 s, whose text ends with `how`, and
+    publish that to the other ranks of their groups. If the rank is on another host, they first wait until that host
+    answers a heartbeat, for at most `remote.lost_after_s`; if it answers none, all of its ranks are lost. The groups of
+    lost ranks break; others are as they were. Later groups of this world fail at once if the rank is in them. A rank
+    that has destroyed a group before is not missed in it.
 
     Args:
         rank: Its rank in the world.

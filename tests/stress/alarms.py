@@ -113,7 +113,8 @@ class Alarms:
 
     def _unraisable(self, event: Any) -> None:
         # Python swallows what a handler raises inside of a callback of a weak reference, or of a finalizer. A handler
-        # that raises between `open` and its `with` block leaves the file to its finalizer, which closes it.
+        # that raises between `open` and its `with` block leaves the file to its finalizer, which closes it: so does
+        # Ctrl-C, in a life in which the handler may not raise.
         is_file = event.exc_type is ResourceWarning and "unclosed file" in str(event.exc_value)
-        if event.exc_type is not StrikeError and not (is_file and self.strikes):
+        if event.exc_type is not StrikeError and not (is_file and (self.strikes or not self.may_strike)):
             self._hook(event)

@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -69,9 +69,10 @@ def nested(rank: int, world_size: int, directory: Path) -> None:
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
 
         def handle(_number: int, _frame: FrameType | None) -> None:
-            for argument in (torch.ones(2), "no tensor"):
+            arguments: tuple[Any, ...] = (torch.ones(2), "no tensor")
+            for argument in arguments:
                 with pytest.raises(UsageError) as caught:
-                    group.all_reduce(argument)  # type: ignore[call-overload]
+                    group.all_reduce(argument)
                 refused.append(str(caught.value))
 
         if rank == 0:
@@ -112,7 +113,7 @@ def differ(rank: int, world_size: int, directory: Path, how: str) -> list[str]:
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
         if rank == 0 and how == "refuses":
             with pytest.raises(UsageError):
-                group.all_reduce(torch.ones(4), "bogus")  # type: ignore[call-overload]
+                group.all_reduce(torch.ones(4), cast("Any", "bogus"))
         elif rank == 0:
             group.all_reduce(torch.ones(0))
         found: list[str] = []
@@ -136,7 +137,7 @@ def test_calls_of_different_numbers_are_never_combined(ranks2: RankPool, how: st
 def refuse_alike(rank: int, world_size: int, directory: Path) -> Any:
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
         with pytest.raises(UsageError):
-            group.all_reduce(torch.ones(4), "bogus")  # type: ignore[call-overload]
+            group.all_reduce(torch.ones(4), cast("Any", "bogus"))
         return group.all_reduce(torch.tensor(float(rank))).item()
 
 

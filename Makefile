@@ -15,7 +15,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-elastic bench check typecheck test test-fast test-native test-native-all test-thorough stress test-nccl test-kernels test-gpu test-wheel test-engines test-ray bench-engines api docs dist clean
+.PHONY: help setup demo demo-elastic bench check typecheck test test-fast test-native test-thorough stress test-nccl test-kernels test-gpu test-wheel test-engines test-ray bench-engines api docs dist clean
 # Tests that `make test-wheel` runs; all of them take as long as `make test`.
 TESTS ?= tests
 # Folder for the figures and plots of `make bench`; it is not committed.
@@ -68,10 +68,7 @@ test-fast: $(STAMP) ## Run unit and architecture tests without the slow ones, in
 	$(PY) -m pytest -q -n $(FAST_WORKERS) -m "not slow and not thorough" tests/unit tests/architecture
 
 test-native: $(STAMP) ## Run the slow tests of native code: the cores under sanitizers, their protocols, kernels with injected bugs
-	$(PY) -m pytest -q -n 2 $(END_HANGING) -m "thorough and not proof" tests/native
-
-test-native-all: $(STAMP) ## Run all variants of these tests, most of an hour
-	$(PY) -m pytest -q -n 2 -o faulthandler_timeout=2400 $(END_HANGING) -m thorough tests/native
+	$(PY) -m pytest -q -n 2 $(END_HANGING) -m thorough tests/native
 
 test-thorough: $(STAMP) ## Run all other slow tests: stress, fuzzing, the matrix of failures, ten thousand cycles, in under an hour
 	$(PY) -m pytest -q -n 2 -o faulthandler_timeout=2400 $(END_HANGING) -m thorough tests --ignore tests/native

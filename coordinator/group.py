@@ -51,8 +51,9 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     Creating a group is collective over all ranks in `group_ranks`. Every rank creates its groups in the same order.
     The constructor blocks until all ranks have joined and agree, for at most the settings' `create_timeout_s`.
 
-    Only one thread may use a group at a time. The exception is `destroy`, which any thread may call, and which wakes a
-    call that waits. A forked child cannot use its copy: every call raises `UsageError`.
+    Threads may take turns: a collective that a second thread makes waits until the first one's is done, within its
+    deadline. Any thread may call `destroy`, which wakes a call that waits. A forked child cannot use its copy: every
+    call raises `UsageError`.
 
     Attributes:
         device_index: Index of this process's device on its host, as `local_rank`.

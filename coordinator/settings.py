@@ -68,7 +68,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             id, as clones of a running machine do; 1 to 64 letters, digits and characters of "._-". None takes the boot
             id alone. Differs between hosts.
         remote_ports: First and last TCP port on which queues listen for readers on other hosts, such as
-            "29600-29699"; each queue with such readers takes one port. None takes any free port.
+            "29600-29699"; each queue with such readers takes one port, and so does the store of ranks with a secret
+            that meet by torchrun's agent or a directory. None takes any free port.
         record_dir: Directory in which each process keeps its status page in a file, which survives the death of all
             ranks, and writes a dump when a group breaks; `python -m coordinator blame` reads both. It is made with mode
             0700, or must have it, and the files of the newest 8 runs stay. None records nothing. May differ between
@@ -80,10 +81,10 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             ranks, as the next.
         secret_descriptor: Number of an inherited descriptor with the secret, such as that of a pipe, instead of a file.
         security: "required" refuses plaintext between hosts, and to start without a secret; "optional" allows both.
-        bulk: "plaintext" acknowledges, where security is required, that tensors and objects between hosts go over Gloo
-            or NCCL, which do not encrypt them. None does not.
+        bulk: "plaintext" acknowledges, where security is required, that tensors and objects between hosts go over
+            Gloo, NCCL or connections of ours, which do not encrypt them. None does not.
         broadcast: Queues over shared memory.
-        remote: Queue readers on other hosts: high-water mark and heartbeats.
+        remote: Queue readers on other hosts: high-water mark and heartbeats; and how long a whole host may be silent.
         cuda: Groups on CUDA devices: our kernels, their memory, NCCL.
 
     Raises:

@@ -29,8 +29,9 @@ def create_stateless_group(
 
     It needs no torch.distributed world and changes no state of the process: a process may be in several such groups,
     also beside a world, and has a rank of its own in each. Its methods are those of any group: tensors over shared
-    memory or Gloo, on CUDA over our kernels and NCCL; objects, queues, point to point, sub-groups. `as_process_group`
-    is refused. `cpu_group` is a process group of which torch's world knows nothing: torch's collectives take it.
+    memory, between hosts over TCP of ours and Gloo, on CUDA over our kernels and NCCL; objects, queues, point to point,
+    sub-groups. `as_process_group` is refused. `cpu_group` is a process group of which torch's world knows nothing:
+    torch's collectives take it.
 
     Blocks until all ranks have joined, for at most the settings' `create_timeout_s`.
 

@@ -111,7 +111,7 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             512 bytes extra. A message longer than the limit is sent once its readers have read everything before it.
         heartbeat_s: Seconds between the heartbeats of an idle end.
         lost_after_s: A peer is lost for good when it has no connection and has been silent for this many seconds;
-            at least three times `heartbeat_s`.
+            at least three times `heartbeat_s`. Groups take it for whole hosts too, as at least 0.5 s.
 
     Raises:
         SettingsError: A value is out of range; the text names the field and the value.

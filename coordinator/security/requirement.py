@@ -54,7 +54,7 @@ def check_plaintext(settings: CoordinatorSettings, store: dist.Store, spans_host
         )
     if settings.bulk != "plaintext":
         raise UsageError(
-            f'creating {what}: security="required", and tensors and objects of ranks on several hosts go over Gloo or '
-            "NCCL, which do not encrypt: keep them inside a network that you trust, and acknowledge that with "
-            'bulk="plaintext" (GROUP_COORDINATOR_BULK=plaintext)'
+            f'creating {what}: security="required", and tensors and objects of ranks on several hosts go over Gloo, '
+            "NCCL or connections of ours, which do not encrypt: keep them inside a network that you trust, and "
+            'acknowledge that with bulk="plaintext" (GROUP_COORDINATOR_BULK=plaintext)'
         )

@@ -284,7 +284,10 @@ def _used(gathered: Gathered, hosts: Sequence[Sequence[RankFacts]]) -> Iterator[
         return
     leaders = [min(each.rank for each in same) for same in kernels.values()]
     if len(kernels) > 1:
-        yield f"Leaders, one for each host, which talk to the other hosts: {_ranks(leaders)}."
+        yield (
+            f"Leaders, the first rank of each host, which talk to the other hosts: {_ranks(leaders)}; "
+            "for 1 MiB and more also others."
+        )
     ways: dict[str, list[str]] = {}
     for facts in (host[0] for host in hosts):
         ways.setdefault(facts.why, []).append(f"{facts.address} ({facts.interface} of {facts.hostname})")

@@ -84,6 +84,7 @@ class Narrator:
             width,
             initial_indent=indent,
             subsequent_indent=indent + "   ",
+            break_on_hyphens=False,
             break_long_words=True,
         )
         if self._is_loud is not None:

@@ -156,8 +156,8 @@ def _advice(link: Link, facts: Mapping[int, RankFacts]) -> str:
     if kind in ("refused", "timed out"):
         does = "rejects" if kind == "refused" else "drops"
         return (
-            f"a firewall on the way to {address} that lets the store's port through and {does} others: Gloo and "
-            "queues "
+            f"a firewall on the way to {address} that lets the store's port through and {does} others: Gloo, "
+            "leaders, heartbeats and queues "
             "listen on any port of `net.ipv4.ip_local_port_range` (see Ports for a firewall, several-hosts.md)"
         )
     if kind == "no route":

@@ -140,4 +140,8 @@ def _worst(
 
 
 def _wrapped(text: str, indent: str = "   ") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "   ")
+    further = indent + "   "
+    # Names of files and hosts with hyphens stay whole.
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False
+    )

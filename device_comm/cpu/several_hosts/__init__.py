@@ -1,1 +1,1 @@
-"""Collectives on CPU tensors for ranks on several hosts: shared memory inside a host, Gloo between the hosts."""
+"""Collectives on CPU tensors for ranks on several hosts: shared memory inside a host, our TCP connections between."""

@@ -1,9 +1,9 @@
 """What the leaders of several hosts tell each other in a collective, point to point over TCP.
 
 Their first message in a call is a *header* of fixed length: what call this is. A leader reads the data behind it only
-if it makes the same call, and every leader awaits the headers of all others: so ranks that make different calls find
-out, and no host goes on before all ranks of all hosts have come to the call, so that the status store can tell who is
-late.
+if it makes the same call, and every leader awaits the headers of all others of its place: so ranks that make different
+calls find out, and no host goes on before all ranks of all hosts have come to the call, so that the status store can
+tell who is late.
 """
 
 from __future__ import annotations

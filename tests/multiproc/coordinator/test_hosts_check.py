@@ -62,7 +62,7 @@ def test_two_healthy_hosts_are_measured_and_ready() -> None:
     assert "READY: 4 of 4 ranks on 2 hosts" in first
     assert "alpha 0-1 eth0 10.77.0.1 1500 serves it reference" in first
     assert "beta 2-3 eth0 10.77.0.2 1500" in first
-    assert "Leaders, one for each host, which talk to the other hosts: ranks 0, 2." in first
+    assert "Leaders, the first rank of each host, which talk to the other hosts: ranks 0, 2;" in first
     assert (
         "Gloo at 10.77.0.2 (eth0 of beta), because the route to the store (10.77.0.1) begins there." in first
     )

@@ -124,7 +124,7 @@ def test_healthy_hosts_are_ready() -> None:
     assert "n0 - 100 100" in page
     assert "n0 - 9 9" in page  # the row sends 9 to each column, and gets 9.5 back
     assert "n1 9.5 - 9" in page
-    assert "Leaders, one for each host, which talk to the other hosts: ranks 0-2." in page
+    assert "Leaders, the first rank of each host, which talk to the other hosts: ranks 0-2;" in page
     assert "Gloo at 10.0.0.1 (eth0 of n0), 10.0.0.2 (eth0 of n1), 10.0.0.3 (eth0 of n2), because" in page
     assert "encrypted TCP at the same addresses, on any free port" in page
 
@@ -238,7 +238,7 @@ def test_hosts_with_one_boot_id_are_told_that_they_would_share_memory() -> None:
     assert "GROUP_COORDINATOR_HOST_ID" in look_at
     page = shown(verdict)
     assert "Shared memory between ranks of one kernel: ranks 1-2 (n1, n2)." in page
-    assert "Leaders, one for each host, which talk to the other hosts: ranks 0-1." in page
+    assert "Leaders, the first rank of each host, which talk to the other hosts: ranks 0-1;" in page
 
 
 def test_another_network_than_the_masters_is_a_warning() -> None:

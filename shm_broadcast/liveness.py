@@ -250,8 +250,11 @@ class PeerWatch:
 
     def report(self, rank: int, how: str) -> None:
         """Count `rank` as ended, because somebody who sees its process says so; `how` says who, for errors."""
-        if not self._holds_back(rank, how):
-            self.report_all({rank: how})
+        self.report_each({rank: how})
+
+    def report_each(self, how: Mapping[int, str]) -> None:
+        """Count ranks as ended as `report` does, each by itself: whoever looks may hold some of the reports back."""
+        self.report_all({rank: text for rank, text in how.items() if not self._holds_back(rank, text)})
 
     def report_all(self, how: Mapping[int, str]) -> None:
         """Count the ranks in `how` as ended, as `report` does: nobody sees some of them as lost without the others."""

@@ -136,10 +136,11 @@ def _agree(
     connect = partial(world.spare_connection().lent, store, prefix)
     # A rank that has died since it joined the world will not join: the others need not wait for it.
     with closing(PeerWatch(own.process, world.processes_of(set(ranks) - {world.rank}))) as watch:
-        if world.is_torch:
-            listen_for_losses(watch, ranks)
         heartbeats = world.heartbeats(settings.remote.lost_after_s)
         heartbeats.listen(watch, ranks)
+        # Behind it: a reported loss is held back while its host may have vanished as a whole.
+        if world.is_torch:
+            listen_for_losses(watch, ranks)
         scoped, timeout_s = dist.PrefixStore(prefix, store), settings.create_timeout_s
         views = agree(
             scoped,

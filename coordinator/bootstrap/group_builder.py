@@ -123,8 +123,6 @@ class GroupBuilder:
         name, ranks, rank = self.plan.name, self.plan.membership.ranks, self.plan.membership.rank
         self._host_ids = self.members.host_ids
         self._watch = self.members.watch()
-        if self.world.is_torch:
-            listen_for_losses(self._watch, ranks)
         heartbeats = self.world.heartbeats(self.settings.remote.lost_after_s)
         check = heartbeats.check_store
         self._world_status_store = status_store(self.plan, self.store, check)
@@ -137,6 +135,9 @@ class GroupBuilder:
             heartbeats.learn(together)
         if self.partners:
             heartbeats.listen(self._watch, ranks)
+        # Behind it, as when the ranks agreed.
+        if self.world.is_torch:
+            listen_for_losses(self._watch, ranks)
 
     def check_others(self) -> None:
         """Raise if a rank of the group has ended, or has published why it fails."""

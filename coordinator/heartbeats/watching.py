@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from typing import Final
 
 from coordinator.heartbeats.links import Link, State
@@ -37,6 +38,9 @@ class Heartbeats:
         self._lost: dict[int, str] = {}
         # Reports of others that no look has judged yet, with the time at which each came.
         self._reports: dict[int, tuple[str, float]] = {}
+        # What is still to be logged and reported.
+        self._unlogged: deque[str] = deque()
+        self._untold: deque[dict[int, str]] = deque()
         self._watches = weakref.WeakKeyDictionary[PeerWatch, frozenset[int]]()
         self._next_look = 0.0
         self._is_looking = False
@@ -119,12 +123,14 @@ class Heartbeats:
             links = self._links_to(rank)
             if any(link.is_silent() for link in links):
                 lost = self._hosts.get(rank, {rank})
+                # Groups that are made later hear of them too.
+                self._lost = dict.fromkeys(sorted(lost), how) | self._lost
             # A kernel answers for a process that reads no beats, but takes no more of them.
             elif not all(link.is_asked for link in links) or not links or now - since >= self.lost_after_s:
                 lost = {rank}
             else:
                 continue
-            self._tell(dict.fromkeys(sorted(lost), how))
+            self._untold.append(dict.fromkeys(sorted(lost), how))
             self._reports.pop(rank, None)
 
     def is_in_doubt(self) -> bool:
@@ -147,23 +153,21 @@ class Heartbeats:
 
     def look(self) -> None:
         """Look at all links, beat where it is due, and report the ranks of hosts that have vanished. Never blocks."""
-        if not (self._links or self._reports) or self._fork_count != fork_count():
+        if not (self._links or self._reports or self._untold) or self._fork_count != fork_count():
             return
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
+        # By `with`: a signal handler that raises cannot come between the lock and the block. It is held for a moment.
+        with self._lock:
             now = time.monotonic()
-            if self._is_looking or now < self._next_look:
-                return
-            self._is_looking, self._next_look = True, now + _LOOK_EVERY_S
-            try:
-                for link in list(self._links.values()):
-                    self._look_at(link, now)
-                self._judge_reports(now)
-            finally:
-                self._is_looking = False
-        finally:
-            self._lock.release()
+            # A handler may look while this thread does.
+            if not self._is_looking and now >= self._next_look:
+                self._is_looking, self._next_look = True, now + _LOOK_EVERY_S
+                try:
+                    for link in list(self._links.values()):
+                        self._look_at(link, now)
+                    self._judge_reports(now)
+                finally:
+                    self._is_looking = False
+        self._tell()
 
     def _look_at(self, link: Link, now: float) -> None:
         state = link.look(now)
@@ -178,10 +182,22 @@ class Heartbeats:
     def _report(self, link: Link) -> None:
         lost = dict.fromkeys(sorted(self._hosts.get(link.partner, {link.partner})), link.reason)
         self._lost = lost | self._lost
-        listed = ", ".join(str(rank) for rank in lost)
-        logger.error("the host of ranks %s has vanished: %s", listed, link.reason, extra=log_fields())
-        self._tell(lost)
+        self._unlogged.append(f"the host of ranks {_listed(lost)} has vanished: {link.reason}")
+        self._untold.append(lost)
 
-    def _tell(self, lost: dict[int, str]) -> None:
-        for watch, ranks in list(self._watches.items()):
-            watch.report_all({rank: how for rank, how in lost.items() if rank in ranks})
+    def _tell(self) -> None:
+        """Log and report what looks have found; without the lock, which others may wait for with locks of those."""
+        while self._unlogged:
+            with suppress(IndexError):  # another thread has logged it
+                logger.error("%s", self._unlogged.popleft(), extra=log_fields())
+        while self._untold:
+            with suppress(IndexError, ValueError):  # another thread has told it, too
+                lost = self._untold[0]
+                for watch, ranks in list(self._watches.items()):
+                    watch.report_all({rank: how for rank, how in lost.items() if rank in ranks})
+                # Last: what a handler raises before leaves it to the next look.
+                self._untold.remove(lost)
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)

@@ -52,7 +52,7 @@ def listen_for_losses(watch: PeerWatch, ranks: Collection[int]) -> None:
     with _lock:
         _watches[watch] = frozenset(ranks)
         known = {rank: how for rank, how in _lost.items() if rank in ranks}
-    watch.report_all(known)
+    watch.report_each(known)
 
 
 def forget_losses() -> None:

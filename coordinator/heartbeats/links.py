@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import termios
+import weakref
 from typing import Final, NamedTuple
 
 __all__ = ["Link", "State", "beat_period_s"]
@@ -38,6 +39,10 @@ _NUMBER: Final = struct.Struct("=I")
 _UNREACHABLE: Final = frozenset(
     {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 )
+
+
+# A forked child closes its copies: as long as one is open, the other end sees the process of its parent live on.
+_links: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
 
 
 class State(enum.Enum):
@@ -93,6 +98,7 @@ class Link:
         self._looked_at: float | None = None
         # How long beats have been without an answer, as far as looks have followed it.
         self._waited_s = 0.0
+        _links.add(self)
         connection.setblocking(False)
         _keep_alive(connection, lost_after_s)
 
@@ -196,6 +202,15 @@ class Link:
         step_s = min(now - since, self._lost_after_s / 2)
         self._waited_s = self._waited_s + step_s if seen.unanswered else 0.0
         self._looked_at = now
+
+
+def _close_inherited() -> None:
+    for link in list(_links):
+        link.close()
+    _links.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 def _keep_alive(connection: socket.socket, lost_after_s: float) -> None:

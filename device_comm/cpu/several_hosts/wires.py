@@ -6,9 +6,11 @@ same sequence on all ranks. What goes wrong ends the group, so that nobody reads
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -21,6 +23,9 @@ from shm_broadcast.liveness import fork_count
 _MOST_BUFFERS: Final = 4
 
 Check = Callable[[bytes], bool]
+
+# A forked child closes its copies: as long as one is open, the other end does not learn that the parent has died.
+_wires: Final[weakref.WeakSet[Wire]] = weakref.WeakSet()
 
 
 class WireError(RuntimeError):
@@ -49,6 +54,7 @@ class Wire:
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         """Own `connection`, which both ends have accepted."""
+        _wires.add(self)
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
@@ -141,9 +147,18 @@ class Wire:
                     raise
 
     def close(self) -> None:
-        """End the connection, and release its descriptor. Idempotent."""
+        """End the connection, and release its descriptor; in a forked child only its copy. Idempotent."""
         self.shut()
         self._connection.close()
+
+
+def _close_inherited() -> None:
+    for wire in list(_wires):
+        wire.close()
+    _wires.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Swap:

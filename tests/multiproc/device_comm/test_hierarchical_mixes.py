@@ -124,3 +124,22 @@ def test_mixed_calls_have_the_bits_of_the_reference(places: str, seed: int) -> N
     """Hosts of equal and of unequal sizes; sizes on both sides of each place where a call goes another way."""
     with RankPool(len(places), brief=True) as pool:
         HostsPool(pool, places).run(mix, seed, timeout_s=200.0)
+
+
+def into_inference_tensors(rank: int, world_size: int, directory: Path) -> list[float]:
+    """Fill outputs that were made in inference mode, outside of it."""
+    with world(rank, world_size, directory) as group:
+        with torch.inference_mode():
+            part, whole, total = torch.empty(3), torch.empty(3 * world_size), torch.empty(4)
+        own = torch.full((3 * world_size,), float(rank + 1))
+        communicator = hierarchical(group)
+        communicator.reduce_scatterv_into_output(own, part)
+        communicator.all_gatherv_into_output(own[:3], whole)
+        communicator.all_reduce_into_output(own[:4], total)
+        return [part.sum().item(), whole.sum().item(), total.sum().item()]
+
+
+@pytest.mark.guarantee("D60")
+def test_outputs_of_inference_mode_are_filled(ranks3: RankPool) -> None:
+    """On hosts with several ranks and on those with one."""
+    assert HostsPool(ranks3, "AAB").run(into_inference_tensors) == [[18.0, 18.0, 24.0]] * 3

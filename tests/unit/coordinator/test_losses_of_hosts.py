@@ -1,8 +1,9 @@
 """Which ranks are lost when a host vanishes, or when others report one of its ranks."""
 
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any, cast
 
@@ -71,6 +72,84 @@ def test_a_reported_rank_is_lost_alone_if_its_host_answers() -> None:
         assert watch.lost() == (2,)
         assert watch.reported(2) == "says the driver"
         assert not watch.is_in_doubt()
+
+
+@pytest.mark.guarantee("K10")
+def test_the_answer_to_an_earlier_report_says_nothing_about_a_later_one() -> None:
+    """A rank has died alone and nobody has looked since. When its host vanishes, the next report asks again."""
+    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
+        beats[1].learn((0, 2, 3))
+        beats[1].listen(watch, (0, 1, 2, 3))
+        (link,) = beats[1]._links.values()
+        beats[1].lost_after_s = PROMPT_S
+        let_kernel_say(link, (0, 0.0), (0, 0.0), (1, 0.0))
+        watch.report(2, "its connection has ended")
+        watch.report(3, "its connection has ended")
+        beats[1]._next_look = 0.0
+        assert 3 not in watch.lost()
+
+
+@pytest.mark.guarantee("V1")
+def test_a_group_that_is_made_later_hears_of_a_silent_host() -> None:
+    """Of which a rank was reported, and no beat was answered; all of its ranks are lost for that group too."""
+    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as first:
+        beats[1].learn((0, 2))
+        beats[1].listen(first, (0, 1, 2))
+        (link,) = beats[1]._links.values()
+        let_kernel_say(link, (1, LOST_AFTER_S / 2))
+        link._waited_s = LOST_AFTER_S / 2
+        first.report(2, "its connection has ended")
+        wait_until(lambda: first.lost() == (0, 2), "the host is lost")
+        with closing(PeerWatch(this_process(), {})) as later:
+            beats[1].listen(later, (0, 1, 2))
+            assert later.lost() == (0, 2)
+
+
+@pytest.mark.guarantee("D10")
+def test_what_a_handler_raises_leaves_a_loss_to_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It strikes while the watches are told."""
+    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
+        beats[1].listen(watch, (0, 1))
+        tell, strikes = watch.report_all, iter([True])
+
+        def struck(how: Mapping[int, str]) -> None:
+            if next(strikes, False):
+                raise KeyboardInterrupt
+            tell(how)
+
+        monkeypatch.setattr(watch, "report_all", struck)
+        monkeypatch.setattr(Link, "look", lambda _link, _now: State.VANISHED)
+        with pytest.raises(KeyboardInterrupt):
+            watch.lost()
+        assert watch.lost() == (0,)
+
+
+def test_a_link_that_a_handler_closes_meanwhile_has_ended() -> None:
+    """The handler destroys the last group that used it, while this thread asks the kernel."""
+    with joined(2) as beats:
+        (link,) = beats[1]._links.values()
+        seen = link._seen
+
+        def closed() -> links._Seen:
+            link.close()
+            return seen()
+
+        link._seen = closed  # type: ignore[method-assign]
+        assert link.look(time.monotonic()) is State.ENDED
+        link._waited_s = LOST_AFTER_S
+        assert not link.is_silent()
+
+
+@pytest.mark.guarantee("D7")
+def test_a_forked_child_keeps_no_link_open() -> None:
+    """The other end learns that the process has died although a child of it lives on."""
+    with joined(2) as beats:
+        (link,) = beats[1]._links.values()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if link._connection.fileno() == -1 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert link.look(time.monotonic()) is State.OPEN
 
 
 @pytest.mark.guarantee("K10")

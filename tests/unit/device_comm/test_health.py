@@ -379,6 +379,22 @@ def test_a_transport_error_waits_for_a_rank_of_which_the_death_is_in_doubt(group
     assert list(error.peers) == [6]
 
 
+def test_a_rank_that_the_last_look_finds_lost_explains_a_transport_error(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question whether a rank is in doubt looks for lost ones itself; it is asked before the reason is decided."""
+
+    def look() -> bool:
+        group.watch.dead = (9,)
+        return False
+
+    monkeypatch.setattr(group.watch, "is_in_doubt", look)
+    monkeypatch.setattr(health_module, "EXPLAIN_S", 0.0)
+    error = group.fails(FakeWork(0.0, RuntimeError("connection reset")))
+    assert isinstance(error, PeerLostError)
+    assert error.peers == (9,)
+
+
 def test_a_transport_error_is_explained_by_a_failure_record(group: Group) -> None:
     """A peer that gives up writes the failure record before it closes its connections."""
     group.status_store.failure_records = [FailureRecord("timeout", (9,), 5, "barrier #3", 30.0, "9")]

@@ -91,15 +91,17 @@ class Turns:
         end = time.monotonic() + timeout_s
         claim = _Claim(id(inspect.currentframe()))
         try:
-            self._refuse_inside(name, claim)
+            if self._claims:
+                self._refuse_inside(name, claim)
             self._claims.append(claim)
-            self._await_turn(name, claim, end)
+            if self._claims[0] is not claim:
+                self._await_turn(name, claim, end)
             self._settle()
             return collective(
                 self._health, "device", name, lambda operation: stages(operation, end), nbytes, root
             )
         finally:
-            with suppress(ValueError):  # it was refused before it had a place
+            if claim in self._claims:  # else it was refused before it had a place
                 self._claims.remove(claim)
             self._settle_between_calls()
 

@@ -5,7 +5,6 @@ What is queued on a connection, and the steps in a host's memory, belong to one 
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import time
@@ -27,22 +26,18 @@ Result = TypeVar("Result")
 
 
 class _Claim:
-    """A call that is made, or waits for its turn: its thread, and the frame that makes it.
+    """A call that a thread makes, or that waits for its turn; a variable `claim` of the function that makes it."""
 
-    The frame's id stays its own while it runs. The frame itself would keep the call's tensors alive.
-    """
+    __slots__ = ("thread",)
 
-    __slots__ = ("frame", "thread")
-
-    def __init__(self, frame: int) -> None:
-        self.frame = frame
+    def __init__(self) -> None:
         self.thread = threading.get_ident()
 
     def is_live(self) -> bool:
         """Return whether the call goes on. What a signal handler raises at its end may leave the claim behind."""
         frame = sys._current_frames().get(self.thread)  # noqa: SLF001 - documented in spite of its name
         while frame is not None:
-            if id(frame) == self.frame:
+            if frame.f_code in _CLAIMING and frame.f_locals.get("claim") is self:
                 return True
             frame = frame.f_back
         return False
@@ -89,7 +84,7 @@ class Turns:
             Others: As `collective`.
         """
         end = time.monotonic() + timeout_s
-        claim = _Claim(id(inspect.currentframe()))
+        claim = _Claim()
         try:
             if self._claims:
                 self._refuse_inside(name, claim)
@@ -103,7 +98,7 @@ class Turns:
         finally:
             if claim in self._claims:  # else it was refused before it had a place
                 self._claims.remove(claim)
-            self._settle_between_calls()
+            self.settle_between_calls()
 
     def _refuse_inside(self, name: str, claim: _Claim) -> None:
         """Raise if this thread is in a call already, further out."""
@@ -145,7 +140,7 @@ class Turns:
         own = threading.get_ident()
         if not any(claim.thread == own and claim.is_live() for claim in list(self._claims)):
             self._refusals.append(reason)
-            self._settle_between_calls()
+            self.settle_between_calls()
 
     def catch_up(self) -> None:
         """Tell the others of refusals that had to wait for earlier ones to be seen."""
@@ -156,13 +151,13 @@ class Turns:
         """Return nothing: the memory of a host knows only the steps of which calls are made."""
         return {}
 
-    def _settle_between_calls(self) -> None:
+    def settle_between_calls(self) -> None:
         """Take the numbers of refused calls, unless a call is made or waits: that one does so when it begins or ends.
 
         Whoever is refused meanwhile has told `_refusals` before it looks for calls, and here that is read last.
         """
         while self._refusals:
-            claim = _Claim(id(inspect.currentframe()))
+            claim = _Claim()
             try:
                 self._claims.append(claim)
                 if not self._is_first(claim):
@@ -183,5 +178,8 @@ class Turns:
                 if self._region is not None:
                     self._region.refuse(reason)
 
+
+# The functions that hold a claim while they run.
+_CLAIMING: Final = frozenset({Turns.make.__code__, Turns.settle_between_calls.__code__})
 
 __all__ = ["Turns"]

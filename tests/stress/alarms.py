@@ -18,6 +18,10 @@ class StrikeError(Exception):
     """What the handler raises."""
 
 
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that comes when nobody wants one any more."""
+
+
 class Alarms:
     """Signals whose handler returns, at another rate in each step; in a call of `strike` it raises once.
 
@@ -99,8 +103,9 @@ class Alarms:
         self._is_over.set()
         self._wanted.set()
         self._thread.join()
-        # Last: Python reports an error for a signal that came while it had a handler, and that it finds without one.
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        # Not ignored: a thread that the kernel has given a signal before may tell Python of it later, which reports an
+        # error for one that it finds without a handler.
+        signal.signal(signal.SIGALRM, _nothing)
         sys.unraisablehook = self._hook
 
     def _send(self) -> None:

@@ -118,11 +118,20 @@ class GroupBuilder:
 
     def __post_init__(self) -> None:
         """Create the shared state of the group; nothing is connected yet."""
+        try:
+            self._begin()
+        except BaseException:
+            # Nobody has this object yet, and so nobody could undo it.
+            self._made.close()
+            raise
+
+    def _begin(self) -> None:
         # Behind the agreement: if this process may not, the others are told why.
         offer_stacks(self.settings.stack_signal)
         name, ranks, rank = self.plan.name, self.plan.membership.ranks, self.plan.membership.rank
         self._host_ids = self.members.host_ids
         self._watch = self.members.watch()
+        self._made.callback(self._watch.close)
         heartbeats = self.world.heartbeats(self.settings.remote.lost_after_s)
         check = heartbeats.check_store
         self._world_status_store = status_store(self.plan, self.store, check)

@@ -153,5 +153,5 @@ def test_the_leaders_of_hosts_compare_their_epochs() -> None:
     found = run_ranks(run_at, 5, *args)
     for leader in (0, 2):
         assert found[leader].startswith("DisagreementError"), found
-        assert "rank 0: all_reduce in 'dp:0@1'" in found[leader], found
-        assert "rank 2: all_reduce in 'dp:0'" in found[leader], found
+        assert "rank 0: all_reduce #2 in 'dp:0@1'" in found[leader], found
+        assert "rank 2: all_reduce #2 in 'dp:0'" in found[leader], found

@@ -193,7 +193,9 @@ class Heartbeats:
         while self._untold:
             with suppress(IndexError, ValueError):  # another thread has told it, too
                 lost = self._untold[0]
-                for watch, ranks in list(self._watches.items()):
+                with self._lock:
+                    watches = list(self._watches.items())
+                for watch, ranks in watches:
                     watch.report_all({rank: how for rank, how in lost.items() if rank in ranks})
                 # Last: what a handler raises before leaves it to the next look.
                 self._untold.remove(lost)

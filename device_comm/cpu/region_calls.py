@@ -30,6 +30,14 @@ _WITHOUT_PLACE: Final = {
 }
 
 
+def without_place(health: GroupHealth, name: str, status: int) -> UsageError:
+    """Return the error for the call `name`, which is refused before it has a number; `status` is BUSY or NESTED."""
+    refusal = UsageError(f"{health.where(name)}: {_WITHOUT_PLACE[status]}")
+    # The other ranks make no call for it: there is nothing to tell them.
+    refusal.is_told = True
+    return refusal
+
+
 class RegionCalls:
     """One rank's end of the shared memory of its group, or of those of its ranks that are on one host."""
 
@@ -176,10 +184,7 @@ class RegionCalls:
             self._health.left_halfway(Operation(self._plane, "a call", self.core.number), left)
         self._health.check_usable(name)
         if status in _WITHOUT_PLACE:
-            refusal = UsageError(f"{self._health.where(name)}: {_WITHOUT_PLACE[status]}")
-            # It has no place among the calls, so the other ranks make none for it: there is nothing to tell them.
-            refusal.is_told = True
-            raise refusal
+            raise without_place(self._health, name, status)
         raise ClosedError(f"{self._health.where(name)}: the group was destroyed while the call waited")
 
     def refuse(self, reason: str) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, TypeVar
 
-from device_comm.cpu.region_calls import RegionCalls
+from device_comm import _core
+from device_comm.cpu.region_calls import RegionCalls, without_place
 from device_comm.health import Arrival, GroupHealth, Operation
 from device_comm.process_group import collective
-from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.errors import CommError
 from shm_broadcast.status.layout import NOBODY
 
 # How often a call looks whether its turn has come.
@@ -104,16 +105,13 @@ class Turns:
         """Raise if this thread is in a call already, further out."""
         for other in list(self._claims):
             if other.thread == claim.thread and other.is_live():
-                raise self._without_number(
-                    name, "this thread is in a collective of the group already, further out on its stack"
-                )
+                raise without_place(self._health, name, _core.NESTED)
 
     def _await_turn(self, name: str, claim: _Claim, end: float) -> None:
         """Return when the claims before this one are gone."""
         while not self._is_first(claim):
             if time.monotonic() >= end:
-                text = "another thread of this rank is in a collective, and was until the deadline"
-                raise self._without_number(name, text)
+                raise without_place(self._health, name, _core.BUSY)
             self._health.check_usable(name)
             time.sleep(_TURN_S)
 
@@ -123,12 +121,6 @@ class Turns:
             with suppress(ValueError):  # another thread has found it, too
                 self._claims.remove(first)
         return first is claim
-
-    def _without_number(self, name: str, why: str) -> UsageError:
-        error = UsageError(f"{self._health.where(name)}: {why}")
-        # It has no place among the calls, so the other ranks make none for it: there is nothing to tell them.
-        error.is_told = True
-        return error
 
     # ------------------------------------------------------------------ refusals, as of a `Plane`
 

@@ -52,8 +52,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     The constructor blocks until all ranks have joined and agree, for at most the settings' `create_timeout_s`.
 
     Threads may take turns: a collective that a second thread makes waits until the first one's is done, within its
-    deadline. Any thread may call `destroy`, which wakes a call that waits. A forked child cannot use its copy: every
-    call raises `UsageError`.
+    deadline. Calls that Gloo carries between hosts do not wait; their callers keep them apart. Any thread may call
+    `destroy`, which wakes a call that waits. A forked child cannot use its copy: every call raises `UsageError`.
 
     Attributes:
         device_index: Index of this process's device on its host, as `local_rank`.

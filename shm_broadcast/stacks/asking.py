@@ -108,8 +108,11 @@ def _check_time(end: float, within_s: float) -> None:
 
 
 def _reason(process: ProcessIdentity, error: Exception) -> str:
-    if isinstance(error, FileNotFoundError | ProcessLookupError):
-        return f"no stacks of pid {process.pid}: it has ended"
+    if isinstance(error, ProcessLookupError):
+        return f"no stacks of pid {process.pid}: it is dead"
+    if isinstance(error, FileNotFoundError):
+        # A process that dies closes its descriptors before the kernel calls it dead.
+        return f"no stacks of pid {process.pid}: it is dead, or has closed the memory for them"
     if isinstance(error, PermissionError):
         return (
             f"no stacks of pid {process.pid}: the kernel lets this process not look or send a signal: "

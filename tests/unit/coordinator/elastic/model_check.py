@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from coordinator.elastic import protocol
 from coordinator.elastic.protocol import (
@@ -145,8 +145,7 @@ def _next(generator: Any, answer: Any) -> Any:
     return wants
 
 
-@dataclasses.dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     store: tuple[tuple[str, str], ...]
     places: tuple[_Place, ...]
     crashed: frozenset[int]
@@ -259,7 +258,7 @@ def _following(state: _State, programs: list[_Program], limits: Limits) -> Itera
             changed["stirred"] = state.stirred - {me}
         elif _relevant(changed.get("store", state.store)) != _relevant(state.store):
             changed["stirred"] = everybody
-        return dataclasses.replace(state, places=places, **changed)
+        return state._replace(places=places, **changed)
 
     for me in running:
         if (
@@ -267,7 +266,7 @@ def _following(state: _State, programs: list[_Program], limits: Limits) -> Itera
             and (state.places[me].wants.number, me) not in state.building
         ):
             moved = True
-            yield dataclasses.replace(state, building=state.building | {(state.places[me].wants.number, me)})
+            yield state._replace(building=state.building | {(state.places[me].wants.number, me)})
             continue
         for answer, changed in _answers(me, state, store, limits):
             moved = True
@@ -283,7 +282,7 @@ def _following(state: _State, programs: list[_Program], limits: Limits) -> Itera
                 yield told(me, 2)
     if len(state.crashed) < limits.crashes:
         for me in running:
-            yield dataclasses.replace(state, crashed=state.crashed | {me}, stirred=everybody)
+            yield state._replace(crashed=state.crashed | {me}, stirred=everybody)
 
 
 def _answers(
@@ -327,6 +326,8 @@ def _sorted(store: dict[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _check(state: _State, members: int) -> None:
+    if all(place.end is None for place in state.places):
+        return
     store = dict(state.store)
     memberships: dict[int, set[tuple[int, ...]]] = {}
     for me, place in enumerate(state.places):

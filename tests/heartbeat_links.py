@@ -21,11 +21,14 @@ def no_check() -> None:
 
 
 def join(
-    store: dist.Store | list[dist.Store], all_beats: dict[int, Heartbeats], ranks: Sequence[int]
+    store: dist.Store | list[dist.Store],
+    all_beats: dict[int, Heartbeats],
+    ranks: Sequence[int],
+    user: str = "first",
 ) -> dict[int, BaseException]:
     """Let each of `ranks`, each on a host of its own, join with all others in a thread; return the errors.
 
-    They share a store, or each has its own view of it.
+    They share a store, or each has its own view of it. `user` uses the links of each.
     """
     errors: dict[int, BaseException] = {}
 
@@ -47,7 +50,7 @@ def join(
             errors[rank] = error
 
     for rank in ranks:
-        all_beats[rank].use([each for each in ranks if each != rank])
+        all_beats[rank].use(user, [each for each in ranks if each != rank])
     threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -66,4 +69,4 @@ def joined(count: int, store: dist.Store | None = None) -> Iterator[dict[int, He
         yield beats
     finally:
         for rank in ranks:
-            beats[rank].release([each for each in ranks if each != rank])
+            beats[rank].release("first")

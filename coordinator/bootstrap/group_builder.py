@@ -138,8 +138,9 @@ class GroupBuilder:
         self._status_store = GroupStatusStore(self._world_status_store)
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
         self.partners = partners_of(rank, self.members.hosts)
-        heartbeats.use(self.partners)
-        self._made.callback(heartbeats.release, self.partners)
+        # Registered first: what interrupts this thread between the two lines must leave no link in use.
+        self._made.callback(heartbeats.release, self.health)
+        heartbeats.use(self.health, self.partners)
         for together in self.partners.values():
             heartbeats.learn(together)
         if self.partners:
@@ -255,7 +256,7 @@ class GroupBuilder:
     def _after(self) -> list[Callable[[], None]]:
         """Return what to call when everything else of the group is released."""
         heartbeats = self.world.heartbeats(self.settings.remote.lost_after_s)
-        release = partial(heartbeats.release, self.partners)
+        release = partial(heartbeats.release, self.health)
         return [release] if self.world.is_torch else [release, self._status_store.release]
 
     def _planes(self, use_device_communicator: bool) -> tuple[HostPlane, DeviceCommunicator]:

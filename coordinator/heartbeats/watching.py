@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -31,7 +31,8 @@ class Heartbeats:
         """Begin without links; see `RemoteSettings` for the setting."""
         self.lost_after_s: float = lost_after_s
         self._links: dict[int, Link] = {}
-        self._users = Counter[int]()
+        # By its user, such as a group: the partners to which it needs links.
+        self._users: dict[Hashable, frozenset[int]] = {}
         # For each rank on another host that is known, the ranks of its host, in one set that they share.
         self._hosts: dict[int, set[int]] = {}
         self._store_at: set[int] = set()
@@ -48,18 +49,18 @@ class Heartbeats:
         # A signal handler may destroy or create a group while this thread holds it.
         self._lock = threading.RLock()
 
-    def use(self, partners: Iterable[int]) -> None:
-        """Keep the links to `partners` until `release` is called as often as this."""
+    def use(self, user: Hashable, partners: Iterable[int]) -> None:
+        """Keep the links to `partners` until `release` is called for the same `user`."""
         with self._lock:
-            self._users.update(list(partners))
+            self._users[user] = frozenset(partners)
 
-    def release(self, partners: Iterable[int]) -> None:
-        """Close the links that nobody uses any more."""
+    def release(self, user: Hashable) -> None:
+        """Close the links that only `user` needed. Idempotent, and harmless if it has never called `use`."""
         with self._lock:
-            self._users.subtract(list(partners))
-            for partner in [each for each in self._links if self._users[each] <= 0]:
+            self._users.pop(user, None)
+            needed = {partner for partners in self._users.values() for partner in partners}
+            for partner in [each for each in self._links if each not in needed]:
                 self._links.pop(partner).close()
-            self._users = +self._users
 
     def names(self, partners: Iterable[int]) -> dict[int, str]:
         """Return the names of the links that are open, by partner."""

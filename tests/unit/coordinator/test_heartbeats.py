@@ -102,11 +102,13 @@ def test_links_are_opened_once_shared_and_closed_with_their_last_user() -> None:
         assert names[1][2] == names[2][1]
         opened = _descriptors()
         assert opened - before == 6
-        assert join(dist.PrefixStore("again", store), beats, range(3)) == {}
+        assert join(dist.PrefixStore("again", store), beats, range(3), "second") == {}
         assert [beats[rank].names(range(3)) for rank in range(3)] == names
         assert _descriptors() == opened
         for rank in range(3):
-            beats[rank].release([each for each in range(3) if each != rank])
+            # A group that was interrupted before it used any releases as well.
+            for user in ("second", "second", "interrupted"):
+                beats[rank].release(user)
             assert beats[rank].names(range(3)) == names[rank]
     assert _descriptors() == before
 
@@ -117,7 +119,7 @@ def test_a_rank_asks_the_store_for_two_things() -> None:
     with ExitStack() as stack:
         beats = {rank: Heartbeats(LOST_AFTER_S) for rank in range(4)}
         for rank in range(4):
-            stack.callback(beats[rank].release, [each for each in range(4) if each != rank])
+            stack.callback(beats[rank].release, "first")
         stores: Any = [CountingStore(lambda: server, each) for each in traffic]
         assert join(stores, beats, range(4)) == {}
     assert [each.names for each in traffic] == [["set", "multi_get"]] * 4
@@ -127,13 +129,14 @@ def test_a_pair_that_has_lost_one_end_opens_a_new_link() -> None:
     """A rank may have closed its end, while the other one has not noticed: both see that from their pages."""
     store = dist.HashStore()
     with joined(2, store) as beats:
-        beats[0].release([1])
+        beats[0].release("first")
         former = beats[1].names([0])
         assert former
         assert beats[0].names([1]) == {}
-        assert join(dist.PrefixStore("again", store), beats, range(2)) == {}
+        assert join(dist.PrefixStore("again", store), beats, range(2), "second") == {}
         assert beats[0].names([1])[1] == beats[1].names([0])[0] != former[0]
-        beats[1].release([0])
+        for rank in range(2):
+            beats[rank].release("second")
 
 
 def test_a_partner_that_does_not_come_is_named() -> None:

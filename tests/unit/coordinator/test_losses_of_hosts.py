@@ -199,9 +199,9 @@ def test_a_report_is_not_held_back_without_a_link_that_can_tell(end: str) -> Non
         watch.report(2, "gone")
         assert watch.lost() == () or end == "full"
         if end == "closed":
-            beats[0].release([1])
+            beats[0].release("first")
         elif end == "released":
-            beats[1].release([0])
+            beats[1].release("first")
         wait_until(lambda: watch.lost() == (2,), "the report is passed on")
 
 

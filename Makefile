@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard shm_broadcast/csrc/* shm_broadcast/csrc/*/* device_comm/csrc/*/*)
 # Parallel test processes. More than cores, because half of the tests wait for processes to die, stop or time out.
 TEST_WORKERS ?= 4
+# Of the slow tests fewer wait, and what they wait for has a limit.
+SLOW_WORKERS ?= 3
 # Fast tests do not wait: one process per core.
 FAST_WORKERS ?= $(shell nproc)
 # A process in which a test hangs ends; the run names the test and goes on.
@@ -71,7 +73,7 @@ test-native: $(STAMP) ## Run the slow tests of native code: the cores under sani
 	$(PY) -m pytest -q -n 2 $(END_HANGING) -m thorough tests/native
 
 test-thorough: $(STAMP) ## Run all other slow tests: stress, fuzzing, the matrix of failures, ten thousand cycles, in under an hour
-	$(PY) -m pytest -q -n 2 -o faulthandler_timeout=2400 $(END_HANGING) -m thorough tests --ignore tests/native
+	$(PY) -m pytest -q -n $(SLOW_WORKERS) -o faulthandler_timeout=2400 $(END_HANGING) -m thorough tests --ignore tests/native
 
 stress: $(STAMP) ## Let ranks make random calls under signals, stops, kills and Ctrl-C, and check every byte (MINUTES=1 RANKS=4 SEED=…)
 	$(PY) -m tests.stress --minutes $(or $(MINUTES),1) --ranks $(or $(RANKS),4) $(if $(SEED),--seed $(SEED))

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, Never
 
@@ -22,6 +23,7 @@ from coordinator.layout import ParallelLayout
 from tests.harness import RankPool
 from tests.ports import free_port
 from tests.rank_exit import RankExit
+from tests.samples import sampled
 from tests.waiting import wait_until
 from tests.worlds import WAITS, new_group, outcome_of, small, world
 
@@ -269,8 +271,7 @@ def run_program(
 
 
 @pytest.mark.guarantee("G10")
-@pytest.mark.parametrize("who", ["ours", "user"])
-@pytest.mark.parametrize("way", ["file", "tcp"])
+@pytest.mark.parametrize(("way", "who"), sampled(3, product(("file", "tcp"), ("ours", "user"))))
 def test_programs_that_fork_and_fall_off_their_end_do_not_hang(ranks2: RankPool, way: str, who: str) -> None:
     """Child and parent exit normally although neither destroys its groups."""
     for status, output in ranks2.run(run_program, way, who, free_port(), timeout_s=2 * PROGRAM_S):

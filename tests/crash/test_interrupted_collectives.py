@@ -14,6 +14,7 @@ import torch
 
 from coordinator import DisagreementError, GroupBrokenError, GroupCoordinator, PeerLostError, UsageError
 from tests.harness import RankPool
+from tests.samples import sampled
 from tests.waiting import wait_until
 from tests.worlds import meet, new_group, world
 
@@ -113,7 +114,7 @@ def struck(rank: int, world_size: int, directory: Path, name: str) -> None:
 
 
 @pytest.mark.guarantee("D10")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", sampled(2, CALLS))
 def test_an_exception_of_a_handler_breaks_the_group_on_every_rank(ranks2: RankPool, name: str) -> None:
     """It arrives as it is, whenever it strikes; the other rank learns who was interrupted instead of waiting."""
     ranks2.run(struck, name)

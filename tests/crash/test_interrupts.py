@@ -20,6 +20,7 @@ from coordinator.parallel_state import init_distributed_environment
 from coordinator.settings import CoordinatorSettings
 from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
+from tests.samples import sampled
 from tests.waiting import wait_until
 from tests.worlds import WAITS, meet, new_group, outcome_of, run_at, world
 
@@ -72,7 +73,7 @@ def interrupt_wait(rank: int, world_size: int, directory: Path, name: str) -> li
 
 
 @pytest.mark.guarantee("D10")
-@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("name", sampled(2, WAITS))
 def test_every_wait_of_a_group_can_be_interrupted(ranks2: RankPool, name: str) -> None:
     """An interrupt breaks the group, the other rank learns which rank caused it, other groups go on."""
     (found, again), (other,) = ranks2.run(interrupt_wait, name)

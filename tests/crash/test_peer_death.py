@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from coordinator.group import GroupCoordinator
 from coordinator.parallel_state import destroy_distributed_environment, get_world_group
 from tests.harness import RankPool, run_ranks
 from tests.rank_exit import RankExit
+from tests.samples import sampled
 from tests.waiting import has_ended, wait_until
 from tests.worlds import (
     EVERYONE_WAITS,
@@ -102,9 +104,7 @@ def assert_all_were_told(found: list[Any], culprit: int) -> None:
 
 @pytest.mark.guarantee("D7")
 @pytest.mark.guarantee("D8")
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("death", DEATHS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "death", "world_size"), sampled(5, product(CALLS, DEATHS, (2, 4))))
 def test_survivors_name_the_dead_rank(name: str, death: str, world_size: int) -> None:
     """All survivors raise `PeerLostError` with the dead rank alone, in any call and for any kind of death."""
     culprit = world_size - 1

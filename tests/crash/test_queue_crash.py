@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from shm_broadcast.segment import take_over
 from tests.harness import run_ranks
 from tests.queue_ranks import Marks, blob, ended_with, offer, take
 from tests.queues import fill, find_sockets, memory_of, segments_of, word
+from tests.samples import sampled
 from tests.waiting import has_ended, wait_until
 
 # The promise is one second; a loaded machine gets more. After a kill the calls have no deadline of their own.
@@ -183,9 +185,7 @@ def assert_nothing_stays(marks: Marks) -> None:
 
 
 @pytest.mark.guarantee("B13", "B14")
-@pytest.mark.parametrize("name", SIGNALS)
-@pytest.mark.parametrize("who", VICTIMS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "who", "name"), sampled(7, product(PLACES, VICTIMS, SIGNALS)))
 def test_the_others_are_told_who_is_gone_or_stopped(place: str, who: str, name: str, tmp_path: Path) -> None:
     """A killed end raises `PeerLostError` with its rank, a stopped one `CommTimeoutError`; nothing is left."""
     victims, number, marks = VICTIMS[who], getattr(signal, name), Marks(tmp_path)

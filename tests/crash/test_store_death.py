@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from coordinator.settings import CoordinatorSettings
 from shm_broadcast.liveness import process_state
 from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
+from tests.samples import sampled
 from tests.waiting import wait_until
 from tests.worlds import (
     EVERYONE_WAITS,
@@ -224,8 +226,7 @@ def absent_in_rendezvous(
 
 
 @pytest.mark.guarantee("G8")
-@pytest.mark.parametrize("way", ["file", "tcp"])
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize(("way", "absent"), sampled(3, product(("file", "tcp"), (0, 1))))
 def test_a_rank_that_never_comes_to_the_rendezvous_is_named(ranks2: RankPool, way: str, absent: int) -> None:
     """The other rank gives up after `create_timeout_s` and names the missing one."""
     method = f"tcp://127.0.0.1:{free_port()}" if way == "tcp" else "file://{directory}/rendezvous"

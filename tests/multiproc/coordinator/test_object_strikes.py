@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from coordinator import GroupBrokenError, GroupCoordinator, PeerLostError
 from tests.handlers import Interrupt, raising_at
 from tests.harness import RankPool
+from tests.samples import sampled
 from tests.worlds import ApartPool, meet, new_group, world
 
 RANKS = range(2)
@@ -123,8 +124,7 @@ def struck(
 
 
 @pytest.mark.guarantee("D10")
-@pytest.mark.parametrize("victim", RANKS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "victim"), sampled(3, product(CALLS, RANKS)))
 def test_a_strike_at_any_place_of_an_object_collective_leaves_nothing_halfway(
     ranks2: RankPool, name: str, victim: int
 ) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.channels import channels_of, health_of
 from tests.crash.test_interrupted_collectives import alarm
 from tests.multiproc.device_comm.test_channel_opening import Strikes, recv, send, strike
 from tests.queues import background
+from tests.samples import sampled
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError
 from tests.waiting import wait_until
 
@@ -131,8 +133,7 @@ def test_a_strike_at_any_step_of_closing_leaves_the_rest_to_the_next_close() -> 
 
 
 @pytest.mark.guarantee("D15", "R15")
-@pytest.mark.parametrize("outer", [send, isend])
-@pytest.mark.parametrize("inner", [send, isend])
+@pytest.mark.parametrize(("outer", "inner"), sampled(3, product((send, isend), (send, isend))))
 def test_a_handler_that_sends_at_any_step_of_a_long_send_is_refused_or_served(
     outer: Callable[[Channels, Any, int], None], inner: Callable[[Channels, Any, int], None]
 ) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shm_broadcast.errors import CapabilityError
 from shm_broadcast.segment import Segment
 from tests.harness import RankPool, run_ranks
 from tests.rank_exit import RankExit
+from tests.samples import sampled
 from tests.worlds import (
     HostsPool,
     hierarchical,
@@ -73,15 +75,21 @@ def survive(
 
 
 @pytest.mark.guarantee("D7")
-@pytest.mark.parametrize("culprit", range(4))
 @pytest.mark.parametrize(
-    ("name", "places", "death"),
-    [
-        ("all_reduce", "AABB", "kill"),
-        ("all_gather", "ABAB", "exit"),
-        ("broadcast", "AABB", "kill"),
-        ("reduce_scatter", "ABBB", "kill"),
-    ],
+    ("name", "places", "death", "culprit"),
+    sampled(
+        3,
+        [
+            (*case, culprit)
+            for case in (
+                ("all_reduce", "AABB", "kill"),
+                ("all_gather", "ABAB", "exit"),
+                ("broadcast", "AABB", "kill"),
+                ("reduce_scatter", "ABBB", "kill"),
+            )
+            for culprit in range(4)
+        ],
+    ),
 )
 def test_the_death_of_any_rank_is_told_to_all(name: str, places: str, death: str, culprit: int) -> None:
     """All other ranks raise a `PeerLostError` that names only the dead rank, which may be a leader or not."""
@@ -114,8 +122,17 @@ def wait_for_stopped(
 
 
 @pytest.mark.guarantee("D6")
-@pytest.mark.parametrize("culprit", range(4))
-@pytest.mark.parametrize(("name", "places"), [("all_reduce", "AABB"), ("broadcast", "ABAB")])
+@pytest.mark.parametrize(
+    ("culprit", "name", "places"),
+    sampled(
+        3,
+        [
+            (culprit, *case)
+            for culprit in range(4)
+            for case in (("all_reduce", "AABB"), ("broadcast", "ABAB"))
+        ],
+    ),
+)
 def test_a_stopped_rank_is_named_by_all(name: str, places: str, culprit: int) -> None:
     """A rank names it even if it waits for its leader, which waits for another leader, which waits for that rank."""
     found = run_ranks(
@@ -140,8 +157,7 @@ def come_late(rank: int, world_size: int, directory: Path, name: str, culprit: i
 
 @pytest.mark.guarantee("D6")
 @pytest.mark.guarantee("D8")
-@pytest.mark.parametrize("culprit", [1, 2])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "culprit"), sampled(3, product(CALLS, (1, 2))))
 def test_every_waiting_rank_and_the_late_one_name_the_late_one(
     ranks4: RankPool, name: str, culprit: int
 ) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from tests.handlers import Interrupt, handling_at, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
 from tests.remotes import HERE, MEGABYTE, out_of_reach, remote_queue
+from tests.samples import sampled
 from tests.waiting import wait_until
 
 
@@ -168,8 +169,7 @@ READS: dict[str, Callable[[QueueReader], Any]] = {
 
 
 @pytest.mark.guarantee("R7", "R15")
-@pytest.mark.parametrize("written", [False, True], ids=["waiting", "reading"])
-@pytest.mark.parametrize("call", READS)
+@pytest.mark.parametrize(("call", "written"), sampled(3, product(READS, (False, True))))
 def test_a_handler_may_close_a_remote_reader_in_every_place_of_a_call(call: str, written: bool) -> None:
     """The call returns what it would, or raises ClosedError; then nothing of the reader is left."""
     for step in count():

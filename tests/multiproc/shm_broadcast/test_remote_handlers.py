@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
+from itertools import count, product
 from types import FrameType
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.handlers import PLACES, Interrupt, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
 from tests.remotes import HERE, remote_queue
+from tests.samples import sampled
 from tests.waiting import wait_until
 
 
@@ -164,8 +165,7 @@ def test_a_handler_that_raises_while_a_message_is_copied_parts_no_readers(
 
 
 @pytest.mark.guarantee("R3")
-@pytest.mark.parametrize("nbytes", [10, 600_000])
-@pytest.mark.parametrize("then", ["enqueue", "close", "wait"])
+@pytest.mark.parametrize(("nbytes", "then"), sampled(2, product((10, 600_000), ("enqueue", "close", "wait"))))
 def test_a_handler_that_raises_in_a_write_parts_no_readers(then: str, nbytes: int) -> None:
     """Wherever it raises, every reader gets the message or none does; with the next call, or soon without one."""
     stack = ExitStack()

@@ -19,6 +19,7 @@ from shm_broadcast.errors import CapabilityError, CudaError, UsageError
 from tests.kernel_memory import ALGORITHMS, PARAMS_BYTES, required_arena, required_staging
 from tests.native.cuda.compiled_kernels import CompiledKernels
 from tests.native.cuda.host_build import shared_folder
+from tests.samples import sampled
 
 # One of each generation. `kernel_matrix.py` has every architecture that NVRTC knows, and every world size.
 ARCHS = (75, 80, 90, 100, 120)
@@ -80,7 +81,7 @@ def test_no_spill_and_no_stack(
     check_no_local_memory(arch, world_size, dtype, kernels_of_run.compiled)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(3, FAMILIES))
 def test_the_emulation_compiles(family: str) -> None:
     """The build that runs all ranks in one launch, for tests on one GPU, has no spill and no stack either."""
     done = compile_kernels(KernelVariant(90, 4, "bfloat16", family, emulate=True))
@@ -90,7 +91,7 @@ def test_the_emulation_compiles(family: str) -> None:
 # --- machine code ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", PUSH)
+@pytest.mark.parametrize("kernel", sampled(2, PUSH))
 def test_push_has_one_fence_and_whole_vectors(kernels_of_run: CompiledKernels, kernel: str) -> None:
     """The only fence is at the entry and in no loop. Memory that peers share is accessed 16 bytes at a time."""
     code = kernels_of_run.machine_code(PUSH[kernel], 8, "bfloat16")[kernel]

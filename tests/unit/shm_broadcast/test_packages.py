@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ from shm_broadcast.codec import (
     unregister_type,
 )
 from shm_broadcast.errors import DecodeError, UsageError
+from tests.samples import sampled
 from tests.unit.shm_broadcast import engine_samples
 from tests.unit.shm_broadcast.codec_samples import same
 from tests.unit.shm_broadcast.engine_samples import (
@@ -132,8 +134,7 @@ def struct_with_code(name: str, base: type, **options: Any) -> Any:
 
 
 @pytest.mark.guarantee("C15")
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-@pytest.mark.parametrize("derived", [False, True], ids=["itself", "derived"])
+@pytest.mark.parametrize(("name", "derived"), sampled(3, product(CONFIGURATIONS, (False, True))))
 def test_structs_of_every_configuration_are_whole_without_their_post_init(
     name: str, derived: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

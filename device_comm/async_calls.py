@@ -20,6 +20,7 @@ import torch
 
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, GroupBrokenError, UsageError
+from shm_broadcast.threads import DaemonThread
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -373,12 +374,7 @@ class CallLine:
     def _start(self) -> None:
         """Start the thread, unless a signal handler that runs meanwhile starts one or ends them."""
         inbox: SimpleQueue[CallHandle[Any] | None] = SimpleQueue()
-        thread = threading.Thread(
-            target=self._serve,
-            args=(inbox,),
-            name=f"group-coordinator-{self._health.name}-calls",
-            daemon=True,
-        )
+        thread = DaemonThread(self._serve, f"group-coordinator-{self._health.name}-calls", (inbox,))
         try:
             thread.start()
         except BaseException:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -30,6 +30,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, fork_count
+from shm_broadcast.reports.failure_record import FailureKind, FailureRecord, failure_of, interruption_of
 from shm_broadcast.reports.log_fields import LogFields, log_fields
 from shm_broadcast.stacks.attached import ask_members, attach
 from shm_broadcast.status.shown_calls import ShownCalls
@@ -55,42 +56,6 @@ FOREVER_S: Final = 86400.0 * 365
 
 # The planes in shared memory that carry the collectives of a plane; "device" is a part of a group on several hosts.
 _SHARED_PLANES: Final = {"host": ("shared host",), "device": ("shared", "device")}
-
-FailureKind = Literal["timeout", "lost", "left", "interrupted", "failed"]
-
-
-class FailureRecord(msgspec.Struct, frozen=True):
-    """A failure record: what broke a group. The first one published counts for all ranks.
-
-    Attributes:
-        kind: Why the group broke.
-        ranks: Global ranks at fault, ascending.
-        by: Global rank that found the failure.
-        operation: The call in which it found the failure.
-        within_s: Deadline of that call in seconds; 0 unless `kind` is "timeout".
-        detail: Further text: pids, process states, the last known call of the ranks at fault.
-    """
-
-    kind: FailureKind
-    ranks: tuple[int, ...]
-    by: int
-    operation: str
-    within_s: float = 0.0
-    detail: str = ""
-
-
-def failure_of(error: BaseException, rank: int, what: str) -> FailureRecord:
-    """Return the record of `error`, which ends the call `what` of `rank` and with it the group.
-
-    What is no `CommError` has interrupted the rank, as Ctrl-C does.
-    """
-    if isinstance(error, CommError):
-        return FailureRecord("failed", (), rank, what, detail=str(error))
-    return _interruption(error, rank, what)
-
-
-def _interruption(error: BaseException, rank: int, what: str) -> FailureRecord:
-    return FailureRecord("interrupted", (rank,), rank, what, detail=f"{rank} ({type(error).__name__})")
 
 
 def _is_own(error: BaseException) -> bool:
@@ -558,7 +523,7 @@ class GroupHealth:
         """
         if self._cause is None and not self._closed:
             # Published first, as in `fail`. Ctrl-C must interrupt within 0.2 s.
-            failure_record = _interruption(error, self.rank, str(what))
+            failure_record = interruption_of(error, self.rank, str(what))
             self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
         self._break(error)
 
@@ -636,9 +601,7 @@ class GroupHealth:
             failure_record: What to publish, if another group of this rank has broken for the same reason.
         """
         if failure_record is None:
-            failure_record = failure_of(error, self.rank, what)
-            if isinstance(error, PeerLostError) and error.peers:
-                failure_record = self._failure(what, "lost", error.peers)
+            failure_record = failure_of(error, self.rank, what, self._describe)
         # Ctrl-C must interrupt within 0.2 s.
         within = {} if isinstance(error, CommError) else {"within_s": SLICE_S}
         try:

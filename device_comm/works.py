@@ -22,6 +22,7 @@ import torch.distributed as dist
 from device_comm.health import FOREVER_S
 from shm_broadcast.errors import ClosedError
 from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.threads import DaemonThread
 
 _FOREVER: Final = timedelta(seconds=FOREVER_S)
 
@@ -96,9 +97,7 @@ class WaiterThreads:
         inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         inbox.put(job)
         ended = threading.Event()
-        thread = threading.Thread(
-            target=self._run, args=(inbox, ended), name=f"group-coordinator-{self._name}", daemon=True
-        )
+        thread = DaemonThread(self._run, f"group-coordinator-{self._name}", (inbox, ended))
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self._name}: the group was destroyed meanwhile")

@@ -321,6 +321,7 @@ def _offer_ring(
     try:
         segment.pages = KeptPages()
         handover = Handover(segment, key, set(range(len(ranks))), joined, segment.pages)
+        handover.start()
     except BaseException:
         segment.close()
         raise

@@ -28,7 +28,9 @@ import msgspec
 from shm_broadcast.descriptors import new_socket, refusal, refuse_if_full
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, DecodeError, PeerLostError
 from shm_broadcast.free_memory import free_memory_bytes
+from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import ProcessIdentity, fork_count, open_pidfd, this_process
+from shm_broadcast.threads import DaemonThread
 
 # From Linux's fcntl.h; Python defines them from 3.12 on.
 _F_ADD_SEALS: Final = 1033
@@ -75,6 +77,8 @@ class Segment:
         pages: Status pages of the processes that share it, which are kept until `close`.
     """
 
+    descriptor: int = -1
+
     def __init__(self, descriptor: int, nbytes: int) -> None:
         """Take ownership of `descriptor`; use `create` or `adopt`.
 
@@ -84,7 +88,7 @@ class Segment:
             descriptor: The memfd.
             nbytes: Size of the mapping.
         """
-        self.descriptor: int = descriptor
+        self.descriptor = descriptor
         self.nbytes = nbytes
         self.memory: mmap.mmap
         self.pages: Pages | None = None
@@ -193,7 +197,8 @@ class Segment:
     def close_descriptor(self) -> None:
         """Close the descriptor and leave the mapping. Idempotent."""
         # Forgotten first: a signal handler that raises behind the system call must not let it be closed again.
-        descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
+        # Nothing is called between looking and storing, so no handler closes it meanwhile.
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -300,6 +305,8 @@ class Handover:
     delays no peer.
     """
 
+    _watch: int = -1
+
     def __init__(
         self,
         segment: HasDescriptor,
@@ -308,7 +315,7 @@ class Handover:
         joined: Callable[[Hello, int], None],
         pages: Pages | None = None,
     ) -> None:
-        """Listen on a new random abstract address.
+        """Listen on a new random abstract address; `start` lets the thread serve those who come.
 
         Args:
             segment: The object to hand over; it must stay open until `close`.
@@ -326,13 +333,14 @@ class Handover:
         self._members = set(members)
         self._joined = joined
         self._own = this_process()
-        self._watch = -1
         self._visitors: dict[int, _Visitor] = {}
         self._poller = select.poll()
         self._stopping = False
         self._forks = fork_count()
-        # Guards shutting down against closing the listener: the number of a closed descriptor may be reused.
-        self._lock = threading.Lock()
+        self._thread: DaemonThread | None = None
+        # Guards shutting down against closing the listener: the number of a closed descriptor may be reused. A signal
+        # handler that closes, too, gets in.
+        self._lock = threading.RLock()
         self.address: str = f"group-coordinator-{secrets.token_hex(16)}"
         self._listener = new_socket()
         try:
@@ -346,16 +354,25 @@ class Handover:
             raise
         _handovers.add(self)
         self._poller.register(self._listener, select.POLLIN)
-        self._thread = threading.Thread(target=self._serve, name="group-coordinator-handover", daemon=True)
+
+    def start(self) -> None:
+        """Serve from now on. For the owner, who keeps this object already, so that it can always be closed."""
+        self._thread = DaemonThread(self._serve, "group-coordinator-handover")
         try:
             self._thread.start()
         except BaseException:
-            # Ctrl-C may end the wait for the thread's beginning. Nobody has this object then, nor could close it.
+            # Ctrl-C may end the wait for the thread's beginning. If it begins yet, it finds that it is to stop.
             self._stopping = True
             self._listener.shutdown(socket.SHUT_RDWR)
             if not self._thread.is_alive():
+                self._thread = None
                 self.close_descriptors()
             raise
+
+    def __del__(self) -> None:
+        """Close the descriptors of an offer that an exception has left without an owner."""
+        if self._watch >= 0:
+            self.close_descriptors()
 
     def _serve(self) -> None:
         listener = self._listener.fileno()
@@ -452,12 +469,18 @@ class Handover:
         if self._forks != fork_count():
             # This is a forked child: the thread and the peers belong to the parent.
             return
+        is_nested = is_held(self._lock)
         self._stopping = True
+        thread = self._thread
         with self._lock:
-            if self._listener.fileno() >= 0:
+            if thread is None:
+                self.close_descriptors()
+            elif self._listener.fileno() >= 0:
                 # Shutting the listener down wakes the thread; closing it alone would not.
                 self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+        # A handler inside of the block above would wait for a thread that needs the lock. The outer call waits.
+        if thread is not None and not is_nested:
+            thread.join()
 
 
 def _proof(key: bytes, role: bytes, data: bytes) -> bytes:
@@ -547,7 +570,7 @@ def take_descriptor(
         with new_socket() as owner:
             if connecting is not None:
                 connecting(owner)
-            owner.settimeout(timeout_s)
+            owner.settimeout(min(timeout_s, threading.TIMEOUT_MAX))
             _connect(owner, address, timeout_s)
             challenge = owner.recv(_CHALLENGE_BYTES)
             body = msgspec.msgpack.encode(Hello(member, this_process()))
@@ -575,7 +598,7 @@ def take_descriptor(
             pages.take(descriptors.pop())
         memory, watch, *descriptors = descriptors
         return memory, identity, watch
-    except TimeoutError as error:
+    except (TimeoutError, BlockingIOError) as error:  # the latter where `timeout_s` is 0
         raise CommTimeoutError(f"the owner of the segment did not answer within {timeout_s:.1f} s") from error
     except ConnectionError as error:
         if isinstance(error, PeerLostError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -14,6 +13,7 @@ import torch
 from device_comm.health import SLICE_S
 from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
 from shm_broadcast.liveness import PeerWatch
+from shm_broadcast.threads import DaemonThread
 
 Result = TypeVar("Result")
 
@@ -43,7 +43,7 @@ def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[
         except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
             outcome.set_exception(error)
 
-    thread = threading.Thread(target=body, name=f"group-coordinator-{name}", daemon=True)
+    thread = DaemonThread(body, f"group-coordinator-{name}")
     thread.start()
     while True:
         thread.join(0.1)

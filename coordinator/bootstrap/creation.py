@@ -28,10 +28,11 @@ from coordinator.security.requirement import check_plaintext
 from coordinator.security.store import generation_facts
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
-from device_comm.health import SLICE_S, failure_of
+from device_comm.health import SLICE_S
 from device_comm.registry import communicator_name
 from shm_broadcast.errors import CapabilityError, CommError, UsageError
 from shm_broadcast.liveness import PeerWatch, name_host, this_process
+from shm_broadcast.reports.failure_record import failure_of
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
 PROTOCOL_VERSION = 6
@@ -190,7 +191,7 @@ def _begin(world: World, settings: CoordinatorSettings, scoped: dist.Store, what
     """Name this host and begin the record of this process; if it cannot, tell those that create `what` with it why."""
     try:
         name_host(settings.host_id)
-        begin_record(world.store, world.rank, settings)
+        begin_record(world.lasting_store, world.rank, settings)
     except CommError as error:
         decline(scoped, what, world.rank, error)
         raise

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store, no_check
 from coordinator.bootstrap.connections import connection_of_its_own
-from device_comm.health import Arrival, FailureRecord, StatusStore
+from device_comm.health import Arrival, StatusStore
 from shm_broadcast.errors import CommTimeoutError, NativeError
+from shm_broadcast.reports.failure_record import FailureRecord
 
 # The process that serves the store may be stopped or dead. No query waits longer than this.
 ANSWER_S: Final = 2.0

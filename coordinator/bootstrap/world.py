@@ -128,6 +128,16 @@ class World:
         ranks = tuple(range(self.size))
         return Line(store, self.rank, 0, ranks, ranks, self.size)
 
+    @property
+    def lasting_store(self) -> dist.Store:
+        """Return the store in which members of later epochs meet those of this one; without epochs that of the world.
+
+        Raises:
+            ClosedError: This process has left the world.
+        """
+        may_change = self._line is not None or (self.is_torch and may_outlive_ranks())
+        return self.line().store if may_change else self.store
+
     def first_use(self, what: str, timeout_s: float) -> int:
         """Return the epoch in which `what` was first used: this one if it is new. Asks the store; not collective.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from device_comm.health import FailureRecord, GroupHealth
+from device_comm.health import GroupHealth
 from shm_broadcast.errors import GroupBrokenError
+from shm_broadcast.reports.failure_record import FailureRecord
 
 __all__ = ["revoke"]
 

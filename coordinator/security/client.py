@@ -39,6 +39,7 @@ from shm_broadcast.errors import DecodeError, UsageError
 from shm_broadcast.liveness import fork_count
 from shm_broadcast.remote.wire import connect, new_context
 from shm_broadcast.reports.log_fields import LogFields, log_fields
+from shm_broadcast.threads import DaemonThread
 
 __all__ = ["StoreClient"]
 
@@ -126,9 +127,7 @@ class StoreClient:
         except BaseException:
             os.close(self._wake)
             raise
-        self._thread = threading.Thread(
-            target=self._serve, name="group-coordinator-store-client", daemon=True
-        )
+        self._thread = DaemonThread(self._serve, "group-coordinator-store-client")
         try:
             self._thread.start()
         except BaseException:

@@ -12,6 +12,7 @@ from typing import Final
 
 from coordinator.security.hkdf import expand, extract
 from shm_broadcast.errors import UsageError
+from shm_broadcast.threads import DaemonThread
 
 __all__ = ["LEAST_BYTES", "MOST_BYTES", "Secret", "from_descriptor", "from_file"]
 
@@ -109,7 +110,7 @@ def from_descriptor(descriptor: int) -> Secret:
     # Never on the caller's thread: a signal handler that strikes there may ask for the same secret, and would wait for
     # the lock that the call behind it holds.
     name = "group-coordinator-secret"
-    thread = threading.Thread(target=_deliver, args=(descriptor, outcome), name=name, daemon=True)
+    thread = DaemonThread(_deliver, name, (descriptor, outcome))
     thread.start()
     thread.join()
     try:

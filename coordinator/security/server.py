@@ -32,6 +32,7 @@ from shm_broadcast.errors import DecodeError, UsageError
 from shm_broadcast.liveness import fork_count
 from shm_broadcast.remote.wire import Gatekeeper, Socket, listen, new_context
 from shm_broadcast.reports.log_fields import LogFields, log_fields
+from shm_broadcast.threads import DaemonThread
 
 __all__ = ["StoreServer"]
 
@@ -115,7 +116,7 @@ class StoreServer:
         except BaseException:
             os.close(self._wake)
             raise
-        self._thread = threading.Thread(target=self._serve, name="group-coordinator-store", daemon=True)
+        self._thread = DaemonThread(self._serve, "group-coordinator-store")
         try:
             self._thread.start()
         except BaseException:

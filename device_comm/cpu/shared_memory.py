@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 import msgspec
 
 from device_comm import _core
-from device_comm.cpu.aside import Aside
 from device_comm.cpu.channels import Channels, room_bytes
 from device_comm.cpu.region_calls import RegionCalls
 from device_comm.cpu.status_board import StatusBoard
@@ -29,6 +28,7 @@ from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import this_process
 from shm_broadcast.segment import Handover, Hello, Segment, take_descriptor
 from shm_broadcast.status.kept_pages import KeptPages
+from shm_broadcast.threads import Aside
 
 # Each rank has two slots of this size, through which everything passes that is longer. They fit the second-level
 # cache of a core together, so what passes costs no trip to memory.
@@ -347,6 +347,7 @@ def _offer(world_size: int) -> tuple[Handover, Segment, _Offer]:
             _core.lay_out(memory[at.host : at.board], world_size, HOST_SLOT_BYTES, generation)
         segment.pages = KeptPages()
         handover = Handover(segment, key, set(range(1, world_size)), joined, segment.pages)
+        handover.start()
     except BaseException:
         segment.close()
         raise

@@ -11,7 +11,8 @@ from typing import Final
 import msgspec
 
 from device_comm import _core
-from device_comm.health import Arrival, FailureRecord
+from device_comm.health import Arrival
+from shm_broadcast.reports.failure_record import FailureRecord
 
 # The place of each plane on the board.
 _PLACES: Final = {"shared": 0, "shared host": 1, "device": 2, "host": 3, "nccl": 4}

@@ -12,6 +12,7 @@ from typing import Final
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.kernel_layout import ABORT_OFFSET, ERROR_RECORD_BYTES, KernelFailure, read_failure
 from device_comm.health import FAILURE_EVERY_S, GroupHealth
+from shm_broadcast.threads import DaemonThread
 
 __all__ = ["DeathWatch", "ErrorRecord"]
 
@@ -90,7 +91,7 @@ class DeathWatch:
         self._record = record
         self._health = health
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name=f"{health.name} kernels", daemon=True)
+        self._thread = DaemonThread(self._watch, f"{health.name} kernels")
         self._thread.start()
 
     def _watch(self) -> None:

@@ -37,6 +37,7 @@ from shm_broadcast.reports.log_fields import LogFields
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 from shm_broadcast.status.shown_calls import StatusLane
+from shm_broadcast.threads import DaemonThread
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class NcclConnection:
     def _start_keeper(self) -> None:
         ended = threading.Event()
         name = f"group-coordinator-nccl {self.context.name}"
-        keeper = threading.Thread(target=self._keep, args=(ended,), name=name, daemon=True)
+        keeper = DaemonThread(self._keep, name, (ended,))
         try:
             keeper.start()
         except BaseException:

@@ -178,6 +178,11 @@ class Dumps:
         self._lock = threading.Lock()
         self._waits_lock = threading.Lock()
 
+    @property
+    def run(self) -> str:
+        """Return the name of the run."""
+        return self._folder.path.name
+
     def write(
         self, group: str, cause: BaseException, failure: Broken | None, others: Mapping[int, str]
     ) -> Path | None:

@@ -34,7 +34,18 @@ RUNTIME = {"torch", "zmq", "msgspec"}
 EXTRAS = {"cuda", "nccl", "numpy", "opentelemetry", "prometheus_client", "ray", "rich"}
 LAZY_ADAPTERS = ("shm_broadcast.codec.torch_adapter", "shm_broadcast.codec.numpy_adapter")
 BELOW_DEVICE_COMM = {
-    *("errors", "interruption", "liveness", "reports", "segment", "stacks", "status", "timeouts", "wait"),
+    *(
+        "errors",
+        "interruption",
+        "liveness",
+        "reports",
+        "segment",
+        "stacks",
+        "status",
+        "threads",
+        "timeouts",
+        "wait",
+    ),
 }
 # Point to point goes through rings of the queue's protocol; results of collectives take memory from its pool.
 RING_USERS = {

@@ -9,7 +9,8 @@ import torch
 
 from device_comm import _core
 from device_comm.cpu.status_board import StatusBoard
-from device_comm.health import Arrival, FailureRecord
+from device_comm.health import Arrival
+from shm_broadcast.reports.failure_record import FailureRecord
 from tests.fuzz.target import Target
 
 __all__ = ["block_of", "board_target", "channels_target", "region_target"]

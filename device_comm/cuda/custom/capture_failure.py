@@ -8,9 +8,10 @@ from typing import Final
 
 from device_comm.cuda.custom.graph_inputs import GraphInputs
 from device_comm.cuda.custom.peer_messages import MAX_TEXT_CHARS
-from device_comm.health import FailureRecord, GroupHealth
+from device_comm.health import GroupHealth
 from shm_broadcast.errors import CapabilityError, DisagreementError
 from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.reports.failure_record import FailureRecord
 
 __all__ = ["TELL_WITHIN_S", "tell_failure"]
 

@@ -124,6 +124,7 @@ class MulticastMemory:
             others = {rank for rank in range(devices) if rank != peers.rank}
             handover = Handover(Descriptor(descriptor), key, others, lambda _hello, watch: os.close(watch))
             offered.callback(handover.close)
+            handover.start()
             return RegionMessage(nbytes=rounded, socket=handover.address, key=key)
         except (CommError, OSError) as error:
             return RegionMessage(f"no multicast object: {error}"[:MAX_TEXT_CHARS])

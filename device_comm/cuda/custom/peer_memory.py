@@ -241,6 +241,7 @@ class PeerMemory:
             # The descriptor of the peer's process is not needed: the group already watches its ranks' processes.
             handover = Handover(Descriptor(descriptor), key, others, lambda _hello, watch: os.close(watch))
             offered.callback(handover.close)
+            handover.start()
             return RegionMessage(nbytes=self.nbytes, socket=handover.address, key=key)
         except (CommError, OSError) as error:
             return RegionMessage(str(error)[:MAX_TEXT_CHARS])

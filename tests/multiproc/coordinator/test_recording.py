@@ -18,6 +18,7 @@ from shm_broadcast.status.record_file import DUMP_SUFFIX, runs_in
 from tests.harness import run_ranks
 from tests.planted_faults import FAULTS, RANKS, suffer
 from tests.ports import free_port
+from tests.rebuild_cycles import Crowd
 from tests.torch_groups import OURS, torch_world
 from tests.worlds import join_world, world
 
@@ -73,6 +74,25 @@ def test_a_stateless_group_records_too(tmp_path: Path) -> None:
     record = tmp_path / "record"
     run_ranks(stateless, 2, free_port(), str(record))
     assert len(groups_in(record, 2)) == 1
+
+
+@pytest.mark.guarantee("S9")
+def test_a_process_that_joins_later_records_in_the_run_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `blame` reads all members, and later ones do not count as runs, of which only the newest stay."""
+    record = tmp_path / "record"
+    monkeypatch.setenv("GROUP_COORDINATOR_RECORD_DIR", str(record))
+    with Crowd() as crowd:
+        first = crowd.spawn()
+        crowd.tell(first, "start", 0, 1)
+        crowd.answer(first)
+        joined = crowd.spawn()
+        crowd.tell(joined, "join", None)
+        crowd.ask([first], "exchange", [], 1)
+        crowd.answer(joined)
+        assert groups_in(record, 2) >= {"world:0", "world:0@1"}
+        crowd.end([first, joined])
 
 
 def one_records(rank: int, world_size: int, directory: Path, record: str) -> bool:

@@ -10,8 +10,8 @@ import pytest
 
 from device_comm.cuda.custom import capture_failure
 from device_comm.cuda.custom.capture_failure import tell_failure
-from device_comm.health import FailureRecord
 from shm_broadcast.errors import CapabilityError, DecodeError, DisagreementError
+from shm_broadcast.reports.failure_record import FailureRecord
 from shm_broadcast.reports.log_fields import LogFields, log_fields
 from tests.log_records import fields_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from device_comm import health as health_module
-from device_comm.health import Arrival, FailureRecord, GroupHealth, Operation
+from device_comm.health import Arrival, GroupHealth, Operation
 from shm_broadcast.errors import (
     ClosedError,
     CommTimeoutError,
@@ -18,6 +18,7 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
+from shm_broadcast.reports.failure_record import FailureRecord, failure_of
 
 # Deadlines that must never matter.
 LONG_S = 600.0
@@ -521,3 +522,10 @@ def test_a_failure_that_the_caller_found_is_told_to_the_others(group: Group) -> 
     with pytest.raises(GroupBrokenError) as again:
         group.health.check_usable("barrier")
     assert again.value.__cause__ is found
+
+
+def test_a_lost_rank_is_recorded_as_lost_by_whoever_tells() -> None:
+    """Also by a rank that has no group yet, so that the others raise what it raises."""
+    record = failure_of(PeerLostError("creating group 'tp:0': lost rank 2", peers=(2,)), 1, "creating")
+    assert record == FailureRecord("lost", (2,), 1, "creating", detail="2")
+    assert failure_of(PeerLostError("nobody knows who"), 1, "creating").kind == "failed"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from device_comm import health as health_module
-from device_comm.health import FailureRecord
 from shm_broadcast.errors import CommError, CommTimeoutError, GroupBrokenError, PeerLostError, UsageError
+from shm_broadcast.reports.failure_record import FailureRecord
 from tests.unit.device_comm.test_health import LONG_S, OPERATION, FakeWork, Group
 
 # What a handler may raise. Errors of this package are those of a call that the handler makes itself.

@@ -14,7 +14,7 @@ import pytest
 from device_comm.cpu.shared_memory import Preparation
 from shm_broadcast.segment import Segment
 
-OURS = ("device_comm/cpu/", "shm_broadcast/segment.py")
+OURS = ("device_comm/cpu/", "shm_broadcast/segment.py", "shm_broadcast/threads.py")
 
 
 class Interrupt(BaseException):

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from device_comm.base import CommunicatorContext
-from device_comm.health import FailureRecord, GroupHealth, StatusStore
+from device_comm.health import GroupHealth, StatusStore
 from device_comm.nccl import connection as module
 from device_comm.nccl.connection import Call, NcclConnection
 from device_comm.nccl.library import IN_PROGRESS, NcclLibrary
 from shm_broadcast.errors import ClosedError, NcclError, PeerLostError
 from shm_broadcast.liveness import PeerWatch
+from shm_broadcast.reports.failure_record import FailureRecord
 from tests.channels import QuietStore, QuietWatch
 from tests.crash.test_interrupted_collectives import alarm
 from tests.nccl_ranks import FakeProgress, HostStreams

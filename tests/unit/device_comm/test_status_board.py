@@ -9,7 +9,8 @@ import pytest
 
 from device_comm import _core
 from device_comm.cpu.status_board import StatusBoard
-from device_comm.health import Arrival, FailureRecord
+from device_comm.health import Arrival
+from shm_broadcast.reports.failure_record import FailureRecord
 
 RANKS = (2, 3, 5, 7)
 

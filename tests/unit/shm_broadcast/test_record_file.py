@@ -12,10 +12,10 @@ import pytest
 
 from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.pages import find_pages
-from device_comm.health import FailureRecord
 from shm_broadcast import _core
 from shm_broadcast.errors import CommTimeoutError, SettingsError
 from shm_broadcast.layout import MAX_READERS, segment_bytes
+from shm_broadcast.reports.failure_record import FailureRecord
 from shm_broadcast.segment import Segment
 from shm_broadcast.status import page as page_module
 from shm_broadcast.status.failure_dump import MOST_BYTES, FailureDump

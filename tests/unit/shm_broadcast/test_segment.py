@@ -2,17 +2,21 @@
 
 import fcntl
 import gc
+import itertools
+import math
 import mmap
 import os
 import tempfile
 import threading
+from contextlib import closing
 from typing import Any, NoReturn
 
 import pytest
 
 from shm_broadcast import segment
-from shm_broadcast.errors import CapabilityError, DecodeError
-from shm_broadcast.segment import Handover, Hello, Segment
+from shm_broadcast.errors import CapabilityError, CommTimeoutError, DecodeError, PeerLostError
+from shm_broadcast.segment import Handover, Hello, Segment, take_over
+from tests.handlers import handling_at
 from tests.queues import named_memory_of, queue, segments_of
 
 ADD_SEALS = 1033
@@ -165,8 +169,47 @@ def test_an_interrupted_start_of_a_handover_leaves_nothing(
 
     made = Segment.create(NBYTES)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
+    handover = Handover(made, bytes(32), {0}, joined)
     with pytest.raises(KeyboardInterrupt):
-        Handover(made, bytes(32), {0}, joined)
+        handover.start()
+    handover.close()
+    made.close()
+
+
+def test_an_offer_that_nobody_keeps_leaves_nothing_open() -> None:
+    """An interrupt may come before its owner has stored it; it serves nobody before `start`."""
+    made = Segment.create(NBYTES)
+    Handover(made, bytes(32), {0}, lambda _hello, descriptor: os.close(descriptor))
+    made.close()
+
+
+def test_a_handler_may_close_an_offer_in_every_place_of_its_close() -> None:
+    """Neither call waits for the other one, and the thread ends."""
+    for step in itertools.count():
+        made = Segment.create(NBYTES)
+        handover = Handover(made, bytes(32), {0}, lambda _hello, descriptor: os.close(descriptor))
+        handover.start()
+        has_come = handling_at(
+            step, handover.close, handover.close, ("shm_broadcast/segment.py", "shm_broadcast/threads.py")
+        )
+        assert handover._thread is not None
+        assert not handover._thread.is_alive()
+        made.close()
+        made.close()
+        if not has_come:
+            break
+    assert step > 5
+
+
+@pytest.mark.parametrize(("timeout_s", "error"), [(0.0, CommTimeoutError), (math.inf, PeerLostError)])
+def test_any_time_is_a_deadline_of_taking_over(timeout_s: float, error: type[Exception]) -> None:
+    """Zero and infinity are taken as numbers of seconds, as by all waits."""
+    made = Segment.create(NBYTES)
+    with closing(Handover(made, bytes(32), {0}, lambda _hello, descriptor: os.close(descriptor))) as handover:
+        if timeout_s:
+            handover.start()
+        with pytest.raises(error):
+            take_over(handover.address, b"another key" + bytes(21), 0, NBYTES, timeout_s=timeout_s)
     made.close()
 
 

@@ -14,11 +14,11 @@ from coordinator.diagnosis.blame.analysis import judge
 from coordinator.diagnosis.blame.evidence import Evidence
 from coordinator.diagnosis.blame.recorded import read_dump, read_run, run_folders
 from coordinator.diagnosis.blame.verdict import Verdict
-from device_comm.health import FailureRecord
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import CommTimeoutError, DecodeError, UsageError
 from shm_broadcast.layout import segment_bytes
 from shm_broadcast.liveness import this_process
+from shm_broadcast.reports.failure_record import FailureRecord
 from shm_broadcast.segment import Segment
 from shm_broadcast.status.failure_dump import MOST_BYTES, FailureDump, QueueEnd, dump_of_ring
 from shm_broadcast.status.kinds import kind_of

@@ -1,0 +1,57 @@
+"""What broke a group: the record that its ranks share, and how an error becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from shm_broadcast.errors import CommError, PeerLostError
+
+__all__ = ["FailureKind", "FailureRecord", "failure_of", "interruption_of"]
+
+FailureKind = Literal["timeout", "lost", "left", "interrupted", "failed"]
+
+
+class FailureRecord(msgspec.Struct, frozen=True):
+    """A failure record: what broke a group. The first one published counts for all ranks.
+
+    Attributes:
+        kind: Why the group broke.
+        ranks: Global ranks at fault, ascending.
+        by: Global rank that found the failure.
+        operation: The call in which it found the failure.
+        within_s: Deadline of that call in seconds; 0 unless `kind` is "timeout".
+        detail: Further text: pids, process states, the last known call of the ranks at fault.
+    """
+
+    kind: FailureKind
+    ranks: tuple[int, ...]
+    by: int
+    operation: str
+    within_s: float = 0.0
+    detail: str = ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def failure_of(
+    error: BaseException, rank: int, what: str, describe: Callable[[Sequence[int]], str] = _named
+) -> FailureRecord:
+    """Return the record of `error`, which ends the call `what` of `rank` and with it the group.
+
+    What is no `CommError` has interrupted the rank, as Ctrl-C does. `describe` is asked for the text of lost ranks.
+    """
+    if isinstance(error, PeerLostError) and error.peers:
+        return FailureRecord("lost", error.peers, rank, what, detail=describe(error.peers))
+    if isinstance(error, CommError):
+        return FailureRecord("failed", (), rank, what, detail=str(error))
+    return interruption_of(error, rank, what)
+
+
+def interruption_of(error: BaseException, rank: int, what: str) -> FailureRecord:
+    """Return the record of what a signal handler has raised in the call `what` of `rank`."""
+    return FailureRecord("interrupted", (rank,), rank, what, detail=f"{rank} ({type(error).__name__})")

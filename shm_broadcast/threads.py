@@ -1,0 +1,127 @@
+"""Threads whose end is seen right though a signal handler raises in the wait for it, and steps that run on one."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from shm_broadcast.errors import CapabilityError
+from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.liveness import fork_count
+
+__all__ = ["Aside", "DaemonThread"]
+
+# A wait looks again this often: a handler that raised in another wait may have kept the lock that tells of the end.
+_LOOK_S: Final = 0.1
+# How long `settle` waits before it aborts a step once more.
+_AGAIN_S: Final = 0.02
+
+
+class DaemonThread(threading.Thread):
+    """A daemon thread that can be joined again after a signal handler has raised in `join`.
+
+    Before Python 3.13 `Thread.join` takes a thread that still runs for ended when a handler raises in it: it finds the
+    lock held by which the thread's end is told, and takes that for its own. If the thread ends just then, a
+    `RuntimeError` replaces what the handler raised.
+    """
+
+    def __init__(self, target: Callable[..., object], name: str, args: Iterable[Any] = ()) -> None:
+        """Start nothing yet."""
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self._forks = fork_count()
+        self._has_ended = False
+        self._runs = threading.Lock()
+        self._runs.acquire()
+
+    def run(self) -> None:
+        """Run the target, and tell that it has ended."""
+        try:
+            super().run()
+        finally:
+            self._has_ended = True
+            self._runs.release()
+
+    def is_alive(self) -> bool:
+        """Return whether the thread has begun in this process, and its target has not ended."""
+        return self.ident is not None and not self._has_ended and self._forks == fork_count()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the target has ended, for at most `timeout` seconds unless that is None.
+
+        Raises:
+            RuntimeError: The thread has not been started, or it is this one.
+        """
+        if self.ident is None:
+            raise RuntimeError("cannot join thread before it is started")
+        if self is threading.current_thread():
+            raise RuntimeError("cannot join current thread")
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while self.is_alive():
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                return
+            if self._runs.acquire(timeout=min(left_s, _LOOK_S)):
+                self._runs.release()
+
+
+class Aside:
+    """Runs steps that open descriptors, one at a time, on a thread of their own.
+
+    Python runs signal handlers on the main thread, between any two of its steps: also when a system call has returned a
+    descriptor that nobody has stored yet. What such a handler raises, as Ctrl-C does, would leave it open. A step
+    stores what it opens in an object that will be closed.
+    """
+
+    def __init__(self) -> None:
+        """Start no thread yet."""
+        self._thread: DaemonThread | None = None
+        self._is_cancelled = self._has_begun = False
+        self._error: BaseException | None = None
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Run `step` and wait for its end, or raise its error. If the wait is interrupted, call `settle`.
+
+        Raises:
+            CapabilityError: This process can have no further thread.
+        """
+        self._has_begun, self._error = False, None
+
+        def body() -> None:
+            # Either `settle` sees that this has begun, or this sees that it shall not begin.
+            self._has_begun = True
+            if self._is_cancelled:
+                return
+            try:
+                step()
+            except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
+                self._error = error
+
+        self._thread = DaemonThread(body, "group-coordinator-descriptors")
+        try:
+            self._thread.start()
+        except RuntimeError as refused:
+            if raised_by_handler(refused):
+                raise
+            raise CapabilityError(
+                f"no thread could be started: {refused}", requirement="a thread"
+            ) from refused
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+
+    def settle(self, abort: Callable[[], None]) -> None:
+        """Wait for the end of a step that `run` no longer waits for; `abort` makes it end soon. Idempotent."""
+        self._is_cancelled = True
+        thread = self._thread
+        while thread is not None and self._has_begun and thread.is_alive():
+            abort()
+            thread.join(_AGAIN_S)
+        self._thread = self._error = None

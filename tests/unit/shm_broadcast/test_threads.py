@@ -1,0 +1,125 @@
+"""A thread is joined and found alive as it is, also behind a wait in which a signal handler has raised."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from shm_broadcast.threads import Aside, DaemonThread
+from tests.handlers import Interrupt
+
+
+@pytest.fixture
+def strike() -> Iterator[Callable[[float], None]]:
+    """Return a function that lets a handler raise after a time."""
+
+    def handler(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    yield lambda after_s: signal.setitimer(signal.ITIMER_REAL, after_s) and None
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_thread_whose_join_was_interrupted_is_alive_and_joined_again(
+    strike: Callable[[float], None],
+) -> None:
+    """Python's own thread counts as ended then, before 3.13."""
+    may_end = threading.Event()
+    thread = DaemonThread(may_end.wait, "test")
+    thread.start()
+    for _ in range(3):
+        strike(0.02)
+        with pytest.raises(Interrupt):
+            thread.join()
+        assert thread.is_alive()
+    thread.join(0.01)
+    assert thread.is_alive()
+    may_end.set()
+    thread.join()
+    assert not thread.is_alive()
+
+
+def test_a_strike_while_a_thread_ends_arrives_as_it_is(strike: Callable[[float], None]) -> None:
+    """It strikes at the time at which the thread ends, once before and once behind it."""
+    for number in range(200):
+        thread = DaemonThread(time.sleep, "test", (0.002,))
+        thread.start()
+        strike(0.0015 + number * 5e-6)
+        with suppress(Interrupt):
+            thread.join()
+            time.sleep(0.01)
+        thread.join()
+        assert not thread.is_alive()
+
+
+def test_a_handler_joins_a_thread_that_its_own_thread_joins() -> None:
+    """Both return once it has ended."""
+    thread = DaemonThread(time.sleep, "test", (0.1,))
+    joined = []
+
+    def handler(*_: object) -> None:
+        thread.join()
+        joined.append(thread.is_alive())
+
+    before = signal.signal(signal.SIGALRM, handler)
+    thread.start()
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    thread.join()
+    signal.signal(signal.SIGALRM, before)
+    assert joined == [False]
+
+
+def test_a_forked_child_has_no_such_thread() -> None:
+    """The wait for it ends at once."""
+    may_end = threading.Event()
+    thread = DaemonThread(may_end.wait, "test")
+    thread.start()
+    child = os.fork()
+    if child == 0:
+        thread.join()
+        os._exit(thread.is_alive())
+    assert os.waitpid(child, 0)[1] == 0
+    may_end.set()
+    thread.join()
+
+
+def test_a_thread_is_joined_by_others_and_behind_its_start() -> None:
+    """It raises what Python's own thread raises."""
+    thread = DaemonThread(int, "test")
+    with pytest.raises(RuntimeError, match="before it is started"):
+        thread.join()
+    assert not thread.is_alive()
+    raised: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            own.join()
+        except RuntimeError as error:
+            raised.append(error)
+
+    own = DaemonThread(body, "test")
+    own.start()
+    own.join()
+    assert str(raised[0]) == "cannot join current thread"
+
+
+def test_what_a_step_opens_is_kept_though_its_wait_is_interrupted(strike: Callable[[float], None]) -> None:
+    """`settle` waits for the step, however often the wait for it was interrupted."""
+    kept = []
+
+    def step() -> None:
+        time.sleep(0.1)
+        kept.append(1)
+
+    aside = Aside()
+    strike(0.02)
+    with pytest.raises(Interrupt):
+        aside.run(step)
+    aside.settle(lambda: None)
+    assert kept == [1]

@@ -7,6 +7,7 @@ The page is shared memory that only this process writes. Another process of the 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -242,8 +243,9 @@ def cut(text: str, nbytes: int) -> bytes:
 
 
 class _Own:
-    """Holds the page of this process."""
+    """Holds the page of this process. A lock orders threads that begin a record; a signal handler may interrupt one."""
 
+    lock = threading.RLock()
     page: OwnPage | None = None
 
 
@@ -273,19 +275,35 @@ def record_own_page(directory: Path, run: str, rank: int) -> None:
         SettingsError: As `RunFolder`.
         CapabilityError: As `OwnPage`.
     """
-    before = _Own.page
-    if before is not None and before.dumps is not None and not before.is_inherited:
-        return
-    own = this_process()
-    stem = f"rank-{rank}-{own.boot_id[:8]}-{own.pid}-{own.start_ticks}"
-    page = OwnPage(RunFolder(directory, run, stem))
-    if before is not None:
-        page.take_words(before)
-    _Own.page = page
+    with _Own.lock:
+        if _is_recording():
+            return
+        own = this_process()
+        folder = RunFolder(directory, run, f"rank-{rank}-{own.boot_id[:8]}-{own.pid}-{own.start_ticks}")
+        try:
+            folder.remove_page()  # what an interrupted call has left
+            page = OwnPage(folder)
+        except BaseException:
+            if not _is_recording():
+                folder.remove_page()
+            raise
+        if _is_recording():
+            # A signal handler has begun the record meanwhile, and the file is that of its page.
+            page.segment.close()
+            return
+        if _Own.page is not None:
+            page.take_words(_Own.page)
+        _Own.page = page
+
+
+def _is_recording() -> bool:
+    page = _Own.page
+    return page is not None and page.dumps is not None and not page.is_inherited
 
 
 def _close_inherited() -> None:
     # The mapping stays: lanes of groups that the child cannot use refer to it, and write elsewhere now.
+    _Own.lock = threading.RLock()
     if _Own.page is not None:
         _Own.page.segment.close_descriptor()
         _Own.page = None

@@ -82,7 +82,7 @@ class RunFolder:
     """
 
     def __init__(self, directory: Path, run: str, stem: str) -> None:
-        """Make the folder, and remove those of older runs than the newest `KEPT_RUNS`.
+        """Make the folder, and remove those of older runs than the newest `KEPT_RUNS`, but for this one.
 
         Args:
             directory: The record directory; it is made if it is not there.
@@ -100,26 +100,36 @@ class RunFolder:
         self.stem: str = stem
         _make_private(self.path)
         for old in runs_in(directory)[KEPT_RUNS:]:
-            _remove(directory / old)
+            # This run is not the newest if others have begun since, or if a clock was set back.
+            if old != run:
+                _remove(directory / old)
 
     def page(self) -> Segment:
-        """Return the memory of a new page.
+        """Return the memory of a new page. If this fails, the caller removes what may be there of the file.
 
         Raises:
             CapabilityError: The file system has no room for it, or no descriptor is free.
             SettingsError: The file is there already, or cannot be made.
         """
-        path = self.path / f"{self.stem}{PAGE_SUFFIX}"
-        descriptor = create_private(path)
+        segment = Segment(create_private(self._page_path), PAGE_BYTES)
         try:
-            os.posix_fallocate(descriptor, 0, PAGE_BYTES)
+            os.posix_fallocate(segment.descriptor, 0, PAGE_BYTES)
+            segment.memory = mmap.mmap(segment.descriptor, PAGE_BYTES)
         except OSError as error:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-            raise _refused(path, error) from error
-        segment = Segment(descriptor, PAGE_BYTES)
-        segment.memory = mmap.mmap(descriptor, PAGE_BYTES)
+            segment.close()
+            raise _refused(self._page_path, error) from error
+        except BaseException:
+            segment.close()
+            raise
         return segment
+
+    def remove_page(self) -> None:
+        """Remove the file of the page if it is there. The name can only be that of a page of this process."""
+        self._page_path.unlink(missing_ok=True)
+
+    @property
+    def _page_path(self) -> Path:
+        return self.path / f"{self.stem}{PAGE_SUFFIX}"
 
 
 def create_private(path: Path) -> int:

@@ -1,9 +1,12 @@
 """The status page in a file: who may reach it, which runs are kept, and the dumps that are written beside it."""
 
+import gc
 import logging
 import os
 import stat
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +123,82 @@ def test_the_files_of_the_newest_runs_stay(tmp_path: Path) -> None:
     RunFolder(tmp_path, new_run(), "rank-0")
     assert os.listdir(tmp_path / runs[2]) == ["notes"]
     assert (tmp_path / "run-of-somebody").is_dir()
+
+
+@pytest.mark.guarantee("S10")
+def test_a_run_that_is_older_than_the_newest_keeps_its_own_files(tmp_path: Path) -> None:
+    """Eight others have begun since, or the clock was set back: a rank that comes late records all the same."""
+    tmp_path.chmod(0o700)
+    run, later = (
+        "run-20261101T000000Z-00000000",
+        [f"run-2026112{day}T000000Z-0000000{day}" for day in range(8)],
+    )
+    RunFolder(tmp_path, run, "rank-0").page().close()
+    for each in later:
+        (tmp_path / each).mkdir(mode=0o700)
+    RunFolder(tmp_path, run, "rank-1").page().close()
+    assert sorted(os.listdir(tmp_path / run)) == [f"rank-0{PAGE_SUFFIX}", f"rank-1{PAGE_SUFFIX}"]
+    assert sorted(runs_in(tmp_path)) == [run, *later]
+
+
+@pytest.mark.guarantee("G37")
+@pytest.mark.parametrize("where", ["posix_fallocate", "status_format"])
+def test_an_interrupted_beginning_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A handler raises while the file is made, or the page in it; the next call of the same run works."""
+    module: Any = os if where == "posix_fallocate" else _core
+    original, run = getattr(module, where), new_run()
+
+    def interrupted(*arguments: object) -> None:
+        original(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        record_own_page(tmp_path / "record", run, 1)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path / "record" / run) == []
+    gc.collect()
+    opened = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert not [link for link in opened if link.is_symlink() and str(tmp_path) in str(link.readlink())]
+    record_own_page(tmp_path / "record", run, 1)
+    assert own_page().dumps is not None
+
+
+@pytest.mark.guarantee("G37")
+def test_a_handler_may_begin_the_record_that_it_interrupts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page of the handler stays, in the file."""
+    original, run = _core.status_format, new_run()
+    made: list[OwnPage] = []
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.undo()
+        record_own_page(tmp_path / "record", run, 1)
+        made.append(own_page())
+        original(*arguments)
+
+    monkeypatch.setattr(_core, "status_format", interrupted)
+    record_own_page(tmp_path / "record", run, 1)
+    assert [own_page()] == made
+    (file,) = files(tmp_path / "record" / run, PAGE_SUFFIX)
+    assert os.fstat(own_page().segment.descriptor).st_ino == file.stat().st_ino
+
+
+def test_threads_that_begin_the_record_at_once_get_one_page(tmp_path: Path) -> None:
+    """One makes the file, the others wait for it."""
+    run, at_once = new_run(), threading.Barrier(4)
+
+    def first(_: int) -> OwnPage:
+        at_once.wait()
+        record_own_page(tmp_path / "record", run, 1)
+        return own_page()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(first, range(4))) == {own_page()}
+    assert len(files(tmp_path / "record" / run, PAGE_SUFFIX)) == 1
 
 
 @pytest.mark.guarantee("S9")

@@ -46,8 +46,9 @@ __all__ = ["StoreClient"]
 logger: logging.Logger = logging.getLogger(__name__)
 
 _FAILED_HANDSHAKES: Final = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+_GIVES_UP: Final = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 _CHECK_EVERY_S: Final = 0.1
-# A rank that was refused, or whose handshake failed, connects again after this pause.
+# A rank that was refused, or with whom somebody spoke nonsense, connects again after this pause.
 _PAUSE_S: Final = 0.1
 # How long zmq may take to send BYE.
 _FAREWELL_MS: Final = 200
@@ -110,6 +111,7 @@ class StoreClient:
         self._is_welcome = False
         self._broken: Exception | None = None
         self._again_at: float | None = None  # when to connect again
+        self._event = zmq.Event.CONNECT_DELAYED  # the last one of the connection
         self._lost: dict[int, str] = {}
         self._on_lost: Callable[[int, str], None] | None = None
         self._connections = self._failed_handshakes = self._refusals = 0
@@ -278,7 +280,7 @@ class StoreClient:
                 self._send()
 
     def _connect_again(self) -> None:
-        """Connect again where zmq has given up, because it was refused: another start of the store may come there."""
+        """Connect again where zmq has given up: another start of the store may come there."""
         if self._again_at is not None and time.monotonic() >= self._again_at:
             self._again_at = None
             with suppress(zmq.ZMQError):  # zmq has let go of the address itself
@@ -336,19 +338,23 @@ class StoreClient:
     def _look(self) -> None:
         """Learn from zmq what has become of the connection."""
         while self._monitor.poll(0):
-            event = zmq.Event(recv_monitor_message(self._monitor)["event"])
+            before, event = self._event, zmq.Event(recv_monitor_message(self._monitor)["event"])
+            self._event = event
+            # Only here zmq gives up, in the second case because the first bytes were none of zmq's. Else it connects
+            # again by itself, and we would cut a good connection.
+            if event & _GIVES_UP or (before, event) == (zmq.Event.CONNECTED, zmq.Event.DISCONNECTED):
+                self._again_at = time.monotonic() + _PAUSE_S
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._again_at = None
                 self._dealer.send(pack(Kind.HELLO, self._rank, 0, NO_GENERATION), zmq.NOBLOCK)
             elif event == zmq.Event.CONNECTED:
                 self._connections += 1
             elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
                 # Whoever is between may say so too, since it comes without encryption: try until the deadline.
                 self._refusals += 1
-                self._again_at = time.monotonic() + _PAUSE_S
             elif not self._is_welcome:
                 if event & _FAILED_HANDSHAKES:
                     self._failed_handshakes += 1
-                    self._again_at = time.monotonic() + _PAUSE_S
             elif event == zmq.Event.DISCONNECTED or event & _FAILED_HANDSHAKES:
                 # A record that cannot be decrypted counts as a failed handshake too, and zmq only stops reading then.
                 self._drain()  # what came before, END perhaps

@@ -58,6 +58,8 @@ LINGER_S: Final = 1.0
 # about 6 us for an answer and gets one question of each rank in a pause.
 TOLD_PAUSE_S: Final = 0.02
 TOLD_PAUSE_PER_RANK_S: Final = 50e-6
+# How long a call that ends early waits for its thread: a store that answers does so within some milliseconds.
+_SETTLE_S: Final = 0.05
 # Ctrl-C must interrupt within 0.2 s. A store that answers takes some ms.
 LEAVE_S: Final = 0.15
 # A store that is silent for this long after the deadline counts as hung.
@@ -200,19 +202,31 @@ class _Agreement:
 
     # Set when the caller waits no longer.
     _over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    _has_begun: bool = False
+    _has_ended: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self._mates = PeerWatch(self._view.process, {})
 
     def close(self) -> None:
-        """Watch nobody any more, and let the other thread end."""
+        """Watch nobody any more, and let the other thread end. Waits shortly for that."""
         self._over.set()
+        if self._has_begun:
+            # Whoever leaves the world next removes its file, and torch looks for that until its deadline.
+            self._has_ended.wait(_SETTLE_S)
         self._mates.close()
 
     def exchange(self) -> Views:
         """Publish this rank's view, compare the facts, and wait for the outcome."""
-        with self._connect() as store:
-            return self._exchange(store)
+        # Either `close` sees that this has begun, or this sees that it shall not begin.
+        self._has_begun = True
+        try:
+            if self._over.is_set():
+                raise self._cancelled()
+            with self._connect() as store:
+                return self._exchange(store)
+        finally:
+            self._has_ended.set()
 
     def _exchange(self, store: dist.Store) -> Views:
         attendance = Attendance(store, self._rank, self._ranks)
@@ -246,7 +260,10 @@ class _Agreement:
         start = time.monotonic()
         while not store.check([outcomes.KEY]):
             if self._over.wait(pause_after(time.monotonic() - start)):
-                raise ClosedError(f"{self._where}: cancelled, the caller no longer waits")
+                raise self._cancelled()
+
+    def _cancelled(self) -> ClosedError:
+        return ClosedError(f"{self._where}: cancelled, the caller no longer waits")
 
     def check(self) -> None:
         """Raise if a rank died, or if the store hangs because its process is stopped. Runs on the caller's thread."""

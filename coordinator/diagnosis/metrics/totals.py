@@ -33,7 +33,8 @@ class Member(NamedTuple):
     """A rank of a group.
 
     Attributes:
-        rank: In the world that the process joined first; else in the group's. Empty if neither is known.
+        rank: In the world that the process joined first; in a group that was made after a change of members, the rank
+            since that change. In the group, if neither is known, or else empty.
         group: Unique name of the group, without the epoch: the sums go on when the members change.
     """
 
@@ -139,6 +140,9 @@ class Totals:
         self._read_records = read_records
         # In the order in which they were last seen.
         self._shares: dict[_Instance, dict[Key, Counts]] = {}
+        # As each group was first seen: the rank of its process changes with the members, and what the group has counted
+        # must not count again under another one.
+        self._ranks: dict[_Instance, str] = {}
         self._errors: dict[_Instance, int] = {}
         self._classified: dict[_Instance, int] = {}
         # What the oldest shares that have gone came to.
@@ -155,10 +159,10 @@ class Totals:
             for key, count in share.items():
                 counts[key] = counts[key].plus(count) if key in counts else count
         live = [found.page for found in search.found if found.pid is not None]
-        usable, epoch = _states(live)
+        usable, epoch = self._states(live)
         return Reading(
             counts=counts,
-            inflight_s=_inflight(live),
+            inflight_s=self._inflight(live),
             usable=usable,
             epoch=epoch,
             lags=lags_of(search.found),
@@ -174,8 +178,9 @@ class Totals:
             if group.is_torn:
                 continue
             instance = _instance(found.page, group)
+            self._ranks.setdefault(instance, _rank(found.page, group))
             share, failed = fresh.setdefault(instance, {}), errors.setdefault(instance, defaultdict(int))
-            for key, counters in _counted(found.page, group):
+            for key, counters in self._counted(found.page, group):
                 before = share.get(key, Counts())
                 share[key] = before.plus(
                     Counts(
@@ -220,7 +225,7 @@ class Totals:
                 continue  # it is younger than the counters
             newest[instance] = record.index
             if record.outcome == "disagreed" and record.index > self._classified.get(instance, 0):
-                found_by[instance, _key(page, of[1], record.plane, record.call)] += 1
+                found_by[instance, self._key(page, of[1], record.plane, record.call)] += 1
         self._classified.update(newest)
         return found_by
 
@@ -231,6 +236,7 @@ class Totals:
             for key, count in self._shares.pop(instance).items():
                 # Popped, so that the order is that of the latest change.
                 self._ended[key] = self._ended.pop(key, Counts()).plus(count)
+            self._ranks.pop(instance, None)
             self._errors.pop(instance, None)
             self._classified.pop(instance, None)
         used = {key for share in self._shares.values() for key in share}
@@ -238,56 +244,53 @@ class Totals:
         for key in unused[: max(len(unused) - _MOST_ENDED, 0)]:
             del self._ended[key]
 
+    def _key(self, page: Page, group: Group, plane: str, call: str) -> Key:
+        return Key(self._ranks[_instance(page, group)], _lasting_name(group), plane, call)
+
+    def _counted(self, page: Page, group: Group) -> Iterator[tuple[Key, Counters]]:
+        for lane in group.lanes:
+            for counters in lane.counters:
+                yield self._key(page, group, lane.plane, counters.call), counters
+
+    def _states(self, live: Iterable[Page]) -> tuple[dict[Member, bool], dict[Member, int]]:
+        """Return whether each group is usable, and its epoch; one of several processes is usable for all or none."""
+        usable: dict[Member, bool] = {}
+        epoch: dict[Member, int] = {}
+        for page in live:
+            for group in page.groups:
+                if group.state != "left" and not group.is_torn:
+                    member = Member(self._ranks[_instance(page, group)], _lasting_name(group))
+                    usable[member] = usable.get(member, True) and group.state == "usable"
+                    epoch[member] = max(epoch.get(member, 0), group.epoch)
+        return usable, epoch
+
+    def _inflight(self, live: Iterable[Page]) -> dict[Key, float]:
+        found: dict[Key, float] = {}
+        for page in live:
+            now_ns = time.monotonic_ns() - shift_of(page)
+            for group in page.groups:
+                if group.state == "left" or group.is_torn:
+                    continue
+                for key, _ in self._counted(page, group):
+                    found.setdefault(key, 0.0)
+                for lane in group.lanes:
+                    if lane.state != "idle" and lane.call:
+                        key = self._key(page, group, lane.plane, lane.call)
+                        found[key] = max(found.get(key, 0.0), (now_ns - lane.begin_ns) / 1e9, 0.0)
+        return found
+
 
 def _instance(page: Page, group: Group) -> _Instance:
     return _Instance(page.pid_namespace, page.pid, page.start_ticks, group.name, group.created_ns)
 
 
 def _rank(page: Page, group: Group) -> str:
-    if page.rank is not None:
-        return str(page.rank)
-    return str(group.ranks[group.place]) if group.place < len(group.ranks) else ""
+    in_group = str(group.ranks[group.place]) if group.place < len(group.ranks) else ""
+    # A group of a later epoch may be seen before or after its process has the rank of that epoch.
+    is_later = bool(group.epoch and in_group)
+    return in_group if page.rank is None or is_later else str(page.rank)
 
 
 def _lasting_name(group: Group) -> str:
     """Return the name without the epoch that ends it from the first change of members on."""
     return group.name.removesuffix(f"@{group.epoch}")
-
-
-def _key(page: Page, group: Group, plane: str, call: str) -> Key:
-    return Key(_rank(page, group), _lasting_name(group), plane, call)
-
-
-def _counted(page: Page, group: Group) -> Iterator[tuple[Key, Counters]]:
-    for lane in group.lanes:
-        for counters in lane.counters:
-            yield _key(page, group, lane.plane, counters.call), counters
-
-
-def _states(live: Iterable[Page]) -> tuple[dict[Member, bool], dict[Member, int]]:
-    """Return whether each group is usable, and its epoch. One that several processes have is usable for all or none."""
-    usable: dict[Member, bool] = {}
-    epoch: dict[Member, int] = {}
-    for page in live:
-        for group in page.groups:
-            if group.state != "left" and not group.is_torn:
-                member = Member(_rank(page, group), _lasting_name(group))
-                usable[member] = usable.get(member, True) and group.state == "usable"
-                epoch[member] = max(epoch.get(member, 0), group.epoch)
-    return usable, epoch
-
-
-def _inflight(live: Iterable[Page]) -> dict[Key, float]:
-    found: dict[Key, float] = {}
-    for page in live:
-        now_ns = time.monotonic_ns() - shift_of(page)
-        for group in page.groups:
-            if group.state == "left" or group.is_torn:
-                continue
-            for key, _ in _counted(page, group):
-                found.setdefault(key, 0.0)
-            for lane in group.lanes:
-                if lane.state != "idle" and lane.call:
-                    key = _key(page, group, lane.plane, lane.call)
-                    found[key] = max(found.get(key, 0.0), (now_ns - lane.begin_ns) / 1e9, 0.0)
-    return found

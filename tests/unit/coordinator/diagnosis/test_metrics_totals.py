@@ -213,6 +213,24 @@ def test_the_sums_of_a_group_go_on_when_its_members_change(sums: Totals) -> None
     assert (reading.usable, reading.epoch) == ({Member("0", "tp:0"): True}, {Member("0", "tp:0"): 1})
 
 
+def test_calls_of_before_a_change_of_members_do_not_count_again_after_it(sums: Totals) -> None:
+    """A group keeps the rank with which it was seen first; one of the next epoch has its rank there from the start."""
+    old = group(lane(counters(1000)))
+    new = msgspec.structs.replace(group(name="tp:0@1", created_ns=2, state="forming"), epoch=1, place=1)
+    sums.update(search(found(old, rank=2)))
+    before = sums.update(search(found(old, new, rank=2)))
+    assert before.usable == {Member("2", "tp:0"): True, Member("1", "tp:0"): False}
+    old, new = (
+        msgspec.structs.replace(old, state="left"),
+        msgspec.structs.replace(new, state="usable", lanes=(lane(counters(5)),)),
+    )
+    reading = sums.update(search(found(old, new, rank=1)))
+    counted = {(key.rank, key.group): count.calls for key, count in reading.counts.items()}
+    assert counted == {("2", "tp:0"): 1000, ("1", "tp:0"): 5}
+    assert reading.usable == {Member("1", "tp:0"): True}
+    assert {key.rank for key in reading.inflight_s} == {"1"}
+
+
 def test_records_are_read_only_where_errors_were_counted() -> None:
     """Decoding them takes long, so a look at a healthy job does without."""
     asked = []

@@ -11,6 +11,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("coordinator", "device_comm", "shm_broadcast")
+_DESIGN = re.compile(rf"\]\(\.\./((?:\.\./)*)({'|'.join(PACKAGES)})/DESIGN\.md")
 PICTURES = {".svg", ".png"}
 THEME = {
     "fontFamily": "Helvetica, Arial, sans-serif",
@@ -67,6 +68,11 @@ def on_files(files: Files, config: Any) -> Files:
                 )
             )
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Point the links of a page of this folder to DESIGN.md of a package at the site's page."""
+    return _DESIGN.sub(r"](\1design/\2.md", markdown)
 
 
 def _draw(source: str, *_: Any, **__: Any) -> str:

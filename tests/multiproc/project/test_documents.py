@@ -26,6 +26,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks_of(page, ROOT)]
 PROGRAMS = [program for page in PAGES for program in programs_of(blocks_of(page, ROOT))]
 COMMANDS = [block for block in BLOCKS if block.language == "sh"]
+DESIGNS = [ROOT / package / "DESIGN.md" for package in ("coordinator", "device_comm", "shm_broadcast")]
+LINKED = [*PAGES, *DESIGNS, ROOT / "benchmarks" / "README.md", ROOT / "examples" / "README.md"]
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 DEADLINE_S = 60.0
 LAUNCHERS = ("srun", "sbatch", "mpiexec", "kubectl")
 SHOWN = {"text", ""}
@@ -154,6 +157,15 @@ def check_module(module: str, arguments: list[str]) -> None:
         from coordinator.cli import _parser
 
         _parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_work_in_the_repository(page: Path) -> None:
+    """The files to which a page links are in the repository, and no link is one that only the site's builder knows."""
+    text = CODE.sub("code", page.read_text())
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    assert [each for each in targets if not (page.parent / each).exists()] == []
+    assert re.findall(r"\]\[[^\]]*\]", text) == []
 
 
 def test_every_block_is_run_or_says_why_not() -> None:

@@ -61,7 +61,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     Attributes:
         timeout_s: How long a collective waits for its peers, in seconds.
         create_timeout_s: How long the rendezvous and the creation of a group wait for all ranks, in seconds.
-        destroy_timeout_s: How long `destroy` waits for its peers before it leaves without them, in seconds.
+        destroy_timeout_s: About how long `destroy` may take before it leaves without its peers, in seconds. At most
+            half of that goes to what was sent and is not yet received.
         interface: Network interface for groups that span several hosts, such as "eth0"; None chooses the one
             that routes to the master. May differ between ranks.
         host_id: A name of this host, different on every host and equal on all ranks of one, where hosts report one boot

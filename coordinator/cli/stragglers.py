@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from coordinator.diagnosis.model import Page
-from coordinator.diagnosis.pages import find_pages
+from coordinator.diagnosis.pages import Found, find_pages
 from coordinator.diagnosis.stragglers import FEWEST_CALLS, Straggler, StragglerWatch
 
 __all__ = ["watch_stragglers"]
@@ -63,5 +62,5 @@ def _windows(window_s: float, pids: Sequence[int]) -> Iterator[tuple[tuple[Strag
         yield found, text
 
 
-def _pages(pids: Sequence[int]) -> list[Page]:
-    return [found.page for found in find_pages(pids or None, records=False).found if found.page.groups]
+def _pages(pids: Sequence[int]) -> list[Found]:
+    return [found for found in find_pages(pids or None, records=False).found if found.page.groups]

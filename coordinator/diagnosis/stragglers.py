@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -25,6 +25,7 @@ from coordinator.diagnosis.model import Page
 
 __all__ = [
     "FEWEST_CALLS",
+    "Held",
     "LaneCount",
     "LaneName",
     "Straggler",
@@ -40,6 +41,22 @@ FEWEST_CALLS: Final = 200
 _LEAST_LAST: Final = 0.5
 _LEAST_LATE: Final = 0.1
 _DEVIATIONS: Final = 4.0
+
+
+class Held(Protocol):
+    """A page and who holds it: `Found` or `Seen`."""
+
+    @property
+    def page(self) -> Page:
+        """Return what the page says."""
+
+    @property
+    def pid(self) -> int | None:
+        """Return its process as this one sees it; None if that is not seen."""
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Return the processes that have the page, as this one sees them."""
 
 
 class LaneName(NamedTuple):
@@ -69,8 +86,16 @@ class LaneName(NamedTuple):
 
     @property
     def shared(self) -> tuple[str, int, tuple[int, ...], str]:
-        """Return what the lanes of all ranks of the group have in common."""
+        """Return what the lanes of all ranks of the group have in common; those of another job may have it, too."""
         return self.group, self.epoch, self.ranks, self.plane
+
+    @property
+    def process(self) -> ProcessName:
+        """Return what tells the process from all others."""
+        return self.boot_id, self.pid_namespace, self.pid, self.start_ticks
+
+
+ProcessName = tuple[str, int, int, int]
 
 
 class LaneCount(NamedTuple):
@@ -81,12 +106,14 @@ class LaneCount(NamedTuple):
         calls: Calls that have ended.
         last: Those to which it came last.
         late_ns: By how much it was late in these.
+        job: In one look, equal for lanes with the same `LaneName.shared` if they are of one group.
     """
 
     rank: int
     calls: int
     last: int
     late_ns: int
+    job: int = 0
 
 
 Counts = Mapping[LaneName, LaneCount]
@@ -104,6 +131,7 @@ class Straggler(msgspec.Struct, frozen=True):
         last: Calls to which it came last.
         late_ns: By how much it was late in all of these.
         window_ns: Length of the window.
+        process: What tells the process from all others; see `LaneName.process`.
     """
 
     rank: int
@@ -114,6 +142,7 @@ class Straggler(msgspec.Struct, frozen=True):
     last: int
     late_ns: int
     window_ns: int
+    process: ProcessName
 
     def __str__(self) -> str:
         """Return a sentence."""
@@ -124,10 +153,12 @@ class Straggler(msgspec.Struct, frozen=True):
         )
 
 
-def counts_of(pages: Sequence[Page]) -> dict[LaneName, LaneCount]:
+def counts_of(held: Sequence[Held]) -> dict[LaneName, LaneCount]:
     """Return what the ranks have counted so far."""
     found: dict[LaneName, LaneCount] = {}
-    for page in pages:
+    members: dict[tuple[object, ...], dict[LaneName, tuple[Held, int]]] = {}
+    for each in held:
+        page = each.page
         for group in page.groups:
             for lane in group.lanes:
                 name = LaneName(
@@ -149,7 +180,29 @@ def counts_of(pages: Sequence[Page]) -> dict[LaneName, LaneCount]:
                     before.last + sum(each.last for each in lane.counters),
                     before.late_ns + sum(each.late_ns for each in lane.counters),
                 )
+                members.setdefault(name.shared, {})[name] = each, group.place
+    for those in members.values():
+        for number, job in enumerate(_jobs(those)):
+            found.update({name: LaneCount(*found[name][:-1], job=number) for name in job})
     return found
+
+
+def _jobs(members: Mapping[LaneName, tuple[Held, int]]) -> list[list[LaneName]]:
+    """Return which lanes of equal `shared` are of one group; two jobs on a host may have groups of the same name.
+
+    On each host the first rank of a group keeps the pages of the others, and each other one that of the first.
+    """
+    jobs: list[list[LaneName]] = []
+    for name, member in members.items():
+        linked = [job for job in jobs if any(_are_linked(member, members[other]) for other in job)]
+        jobs = [job for job in jobs if job not in linked]
+        jobs.append([name, *(other for job in linked for other in job)])
+    return jobs
+
+
+def _are_linked(one: tuple[Held, int], other: tuple[Held, int]) -> bool:
+    is_kept = one[0].pid in other[0].holders or other[0].pid in one[0].holders
+    return is_kept and one[1] != other[1]
 
 
 def suspects(before: Counts, after: Counts, window_ns: int) -> dict[LaneName, Straggler]:
@@ -157,10 +210,10 @@ def suspects(before: Counts, after: Counts, window_ns: int) -> dict[LaneName, St
     grown = dict(_grown(before, after))
     late: dict[tuple[object, ...], list[tuple[int, LaneName]]] = {}
     for name, count in grown.items():
-        late.setdefault(name.shared, []).append((count.late_ns, name))
+        late.setdefault((name.shared, count.job), []).append((count.late_ns, name))
     found: dict[LaneName, Straggler] = {}
     for name, count in grown.items():
-        others = max((other for other, lane in late[name.shared] if lane != name), default=0)
+        others = max((other for other, lane in late[name.shared, count.job] if lane != name), default=0)
         if is_suspect(count, others, len(name.ranks), window_ns):
             found[name] = Straggler(
                 rank=count.rank,
@@ -171,6 +224,7 @@ def suspects(before: Counts, after: Counts, window_ns: int) -> dict[LaneName, St
                 last=count.last,
                 late_ns=count.late_ns,
                 window_ns=window_ns,
+                process=name.process,
             )
     return found
 
@@ -196,7 +250,7 @@ def _grown(before: Counts, after: Counts) -> Iterator[tuple[LaneName, LaneCount]
         old = before.get(name, LaneCount(count.rank, 0, 0, 0))
         if count.calls > old.calls and count.last >= old.last and count.late_ns >= old.late_ns:
             calls, last = count.calls - old.calls, count.last - old.last
-            yield name, LaneCount(count.rank, calls, last, count.late_ns - old.late_ns)
+            yield name, LaneCount(count.rank, calls, last, count.late_ns - old.late_ns, count.job)
 
 
 class StragglerWatch:
@@ -213,14 +267,14 @@ class StragglerWatch:
         self._at_ns: int | None = None
         self._suspects: Mapping[LaneName, Straggler] = {}
 
-    def look(self, pages: Sequence[Page], at_ns: int) -> tuple[Straggler, ...]:
+    def look(self, held: Sequence[Held], at_ns: int) -> tuple[Straggler, ...]:
         """Return who is a straggler, by this look and the two before it.
 
         Args:
-            pages: What the ranks have counted.
+            held: What the ranks have counted.
             at_ns: When they were read, on any clock that only grows.
         """
-        return self.count(counts_of(pages), at_ns)
+        return self.count(counts_of(held), at_ns)
 
     def count(self, counts: Counts, at_ns: int) -> tuple[Straggler, ...]:
         """Do `look` for counters that `counts_of` has returned."""

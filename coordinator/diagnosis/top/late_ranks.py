@@ -26,5 +26,5 @@ class LateRanks:
         """Return the ranks that were late in the last two windows."""
         if self._judged_ns is None or sample.at_ns - self._judged_ns >= WINDOW_S * 1e9:
             self._judged_ns = sample.at_ns
-            self._named = self._watch.look([seen.page for seen in sample.seen], sample.at_ns)
+            self._named = self._watch.look(sample.seen, sample.at_ns)
         return self._named

@@ -130,7 +130,7 @@ def rows_of(
         if pids and seen.pid not in pids and seen.page.pid not in pids:
             continue
         maker = _Maker(before, now, earlier.get(_identity(seen)), seen, planes[id(seen)])
-        maker.late = {(each.group, each.plane) for each in late if each.pid == seen.page.pid}
+        maker.late = {(each.group, each.plane) for each in late if each.process == _identity(seen)}
         shown = _shown(seen)
         if not shown and not seen.has_ended:
             rows.append(maker.row(None, None, None))

@@ -12,8 +12,7 @@ import torch
 
 from coordinator import destroy_distributed_environment, get_world_group, init_distributed_environment
 from coordinator.cli import main
-from coordinator.diagnosis.model import Page
-from coordinator.diagnosis.pages import find_pages
+from coordinator.diagnosis.pages import Found, find_pages
 from coordinator.diagnosis.stragglers import StragglerWatch
 from tests.harness import RankPool
 
@@ -50,9 +49,9 @@ def while_summing(ranks4: RankPool, stop: Path, late: str, look: Callable[[Seque
     assert len(set(calls)) == 1
 
 
-def pages_of(pids: Sequence[int]) -> list[Page]:
+def pages_of(pids: Sequence[int]) -> list[Found]:
     """Return the pages of the ranks."""
-    return [each.page for each in find_pages(pids, records=False).found]
+    return list(find_pages(pids, records=False).found)
 
 
 def window_of(pids: Sequence[int]) -> float:
@@ -60,7 +59,7 @@ def window_of(pids: Sequence[int]) -> float:
 
     def calls() -> int:
         pages = pages_of(pids)
-        return min((page.calls for page in pages), default=0) if len(pages) == len(pids) else 0
+        return min((found.page.calls for found in pages), default=0) if len(pages) == len(pids) else 0
 
     while (first := calls()) < 100:
         time.sleep(0.02)

@@ -3,10 +3,12 @@
 import random
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from coordinator.cli import stragglers
-from coordinator.diagnosis.model import Counters
+from coordinator.diagnosis.model import Counters, Page
+from coordinator.diagnosis.pages import Found
 from coordinator.diagnosis.stragglers import LaneCount, LaneName, StragglerWatch, counts_of
 from tests.trace_pages import group, lane, page
 
@@ -42,6 +44,24 @@ class Ranks:
         for name, total in zip(names, totals, strict=True):
             self.counts[name] = LaneCount(total[0], total[1] + calls, total[2], total[3])
         return [each.rank for each in self.watch.count(dict(self.counts), self.now_ns)]
+
+
+def held(one: Page, *keepers: int) -> Found:
+    """Return a page that its process and others have."""
+    return Found(one, one.pid, (one.pid, *keepers))
+
+
+def replica(first_pid: int, last: int, late_ms: int) -> list[Found]:
+    """Return the pages of a job of three ranks behind so many calls to which rank 2 was last. Rank 0 keeps them."""
+    found = []
+    for rank in range(3):
+        counted = Counters(
+            "all_reduce", "one-shot", last, 0, 0, 0, last * (rank == 2), late_ms * MS * (rank == 2), 0, 0, ()
+        )
+        lanes = [lane(plane="shared", counters=(counted,))]
+        pid, keepers = first_pid + rank, (first_pid,) if rank else (first_pid + 1, first_pid + 2)
+        found.append(held(page(rank, [group(rank, (0, 1, 2), "tp:0", lanes)], [], pid=pid), *keepers))
+    return found
 
 
 def varying(generator: random.Random, number: int) -> Sequence[Callable[[int, int], float]]:
@@ -126,6 +146,23 @@ def test_counters_that_fall_are_left_out() -> None:
     assert ranks.watch.judged == 3
 
 
+def test_a_straggler_of_one_job_hides_none_of_another_job() -> None:
+    """Two replicas on a host have groups of the same name and ranks, and each one has a slow rank 2."""
+    watch = StragglerWatch()
+    for at in range(3):
+        now = [*replica(10, 1000 * at, 300 * at), *replica(20, 1000 * at, 310 * at)]
+        found = watch.look(now, 1000 * MS * at)
+    assert [(each.rank, each.pid) for each in found] == [(2, 12), (2, 22)]
+    # Between the ranks of one job the rule holds: rank 1 costs nearly as much as rank 2.
+    watch = StragglerWatch()
+    for at in range(3):
+        now = replica(10, 1000 * at, 300 * at)
+        (slow,) = replica(10, 1000 * at, 250 * at)[2].page.groups
+        one = msgspec.structs.replace(now[1].page, groups=(msgspec.structs.replace(slow, place=1),))
+        now[1] = msgspec.structs.replace(now[1], page=one)
+        assert watch.look(now, 1000 * MS * at) == ()
+
+
 def test_the_counters_of_all_kinds_of_calls_in_a_plane_count_together() -> None:
     """A rank that is late to sums and to gathers in turn is late in the plane."""
     kinds = [
@@ -133,7 +170,7 @@ def test_the_counters_of_all_kinds_of_calls_in_a_plane_count_together() -> None:
         Counters("all_gather", "shared memory", 100, 0, 0, 0, 90, 7, 0, 0, ()),
     ]
     one = lane(plane="shared", counters=tuple(kinds))
-    (found,) = counts_of([page(3, [group(1, (2, 3), lanes=[one])], [])]).values()
+    (found,) = counts_of([held(page(3, [group(1, (2, 3), lanes=[one])], []))]).values()
     assert found == LaneCount(3, 250, 230, 12)
 
 
@@ -144,7 +181,7 @@ def test_ctrl_c_is_the_way_to_end_the_command(monkeypatch: pytest.MonkeyPatch, l
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stragglers, "_pages", lambda pids: [page(3, [group(1, (2, 3))], [])])
+    monkeypatch.setattr(stragglers, "_pages", lambda pids: [held(page(3, [group(1, (2, 3))], []))])
     monkeypatch.setattr("coordinator.cli.stragglers.time.sleep", interrupted)
     assert stragglers.watch_stragglers(60.0, [], logs=logs) == 0
 

@@ -334,6 +334,20 @@ def test_a_rank_that_is_late_in_two_windows_is_marked() -> None:
     assert marked == [[], [], [], [], *[[(4, "shared")]] * 4, [], []]
 
 
+def test_a_process_of_another_pod_with_the_same_pid_is_not_marked() -> None:
+    """Each pod numbers its processes from 1: the number is that of another process in each of them."""
+    late = LateRanks()
+    for second in (0, 10, 20):
+        calls = second * 100
+        slow = counters(calls=calls, last=calls, late_ns=second * 400_000_000)
+        there = page(104, group(0, lane(counters=(slow,))))
+        here = page(104, group(0, lane(counters=(counters(calls=calls),))), pid_namespace=2)
+        both = seen(there, process(904), pid=904, job=0), seen(here, process(905), pid=905, job=1)
+        now = Sample(NOW_NS + second * 1_000_000_000, both, (), (), {})
+        rows = rows_of(None, now, (), late.look(now))
+    assert [(row.pid, row.is_late) for row in rows] == [(904, True), (905, False)]
+
+
 def test_times_of_another_time_namespace_are_shifted() -> None:
     """What is 3 s ago there is 3 s ago here, however far apart the clocks are."""
     said = page(104, group(0, lane("asleep", begin_ns=NOW_NS - 3_000_000_000 - 50)))

@@ -179,7 +179,13 @@ class _Question:
             # Forgotten first, so that no number is closed twice.
             descriptor = getattr(self, name)
             setattr(self, name, -1)
-            if descriptor >= 0:
+            if descriptor < 0:
+                continue
+            try:
+                if name == "_memory":
+                    # A child that was forked meanwhile has the descriptor too, and would keep the lock for its life.
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+            finally:
                 os.close(descriptor)
 
     def look(self) -> str | None:

@@ -380,6 +380,31 @@ def test_several_that_ask_at_once_get_whole_texts() -> None:
     assert all(text.startswith("Stack (most") and text.endswith(" in <module>") for text in texts), texts
 
 
+@pytest.mark.guarantee("S18")
+def test_a_child_that_is_forked_meanwhile_keeps_nobody_from_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lives on with the memory open that its parent has locked to ask."""
+    children, send = list[int](), asking._Question._send_signal
+
+    def fork_and_send(question: asking._Question) -> None:
+        child = os.fork()
+        if not child:
+            signal.pause()
+            os._exit(0)
+        children.append(child)
+        send(question)
+
+    with hanging(HANGS["sleep"]) as process:
+        monkeypatch.setattr(asking._Question, "_send_signal", fork_and_send)
+        try:
+            assert " in hangs_here\n" in ask({7: identity_of(process.pid)}, within_s=30)[7]
+            monkeypatch.undo()
+            assert " in hangs_here\n" in ask({7: identity_of(process.pid)}, within_s=30)[7]
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
 def test_this_machine_tells_which_signals_are_handled() -> None:
     """The kernel's mask, for a signal with and without a handler."""
     assert handles(os.getpid(), signal.SIGINT)

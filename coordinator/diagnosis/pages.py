@@ -7,7 +7,6 @@ is counted and not shown.
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Iterable
@@ -18,11 +17,10 @@ import msgspec
 
 from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.model import Page
-from shm_broadcast import _core
+from coordinator.diagnosis.page_memory import PageMemory
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.liveness import time_namespace
-from shm_broadcast.status.layout import PAGE_BYTES
-from shm_broadcast.status.record_file import is_page, is_page_link
+from shm_broadcast.status.record_file import is_page_link
 
 __all__ = [
     "Found",
@@ -30,7 +28,6 @@ __all__ = [
     "Search",
     "find_memory",
     "find_pages",
-    "map_page",
     "owner_of",
     "processes",
     "shift_of",
@@ -141,36 +138,19 @@ def find_memory(pid: int) -> list[Memory]:
     return found
 
 
-def map_page(link: str) -> mmap.mmap:
-    """Map a status page, read-only. The mapping outlives its process.
-
-    Raises:
-        DecodeError: Somebody might change its size, so that an access fails, or it has another size.
-        OSError: It has gone, or this process may not read it.
-    """
-    # It may have become something else meanwhile, such as a pipe, whose opening would wait.
-    descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        if not is_page(descriptor):
-            raise DecodeError(f"{link} is neither a sealed memfd nor a private file of {PAGE_BYTES} bytes")
-        return mmap.mmap(descriptor, PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
-    finally:
-        os.close(descriptor)
-
-
 def _read(links: Iterable[str], records: bool) -> Page | None:
     """Return what the page says that all of `links` are; None if all of them have gone meanwhile.
 
     Raises:
-        DecodeError: As `map_page`, or it holds no page.
+        DecodeError: As `PageMemory`, or it holds no page.
     """
     for link in links:
         try:
-            memory = map_page(link)
+            memory = PageMemory(link)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
         with memory:
-            copy = _core.status_copy(memory)
+            copy = memory.copy()
         # A page that is being made has no magic number yet.
         return decode_page(copy, records) if any(copy[:8]) else None
     return None

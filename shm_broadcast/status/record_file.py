@@ -1,8 +1,9 @@
 """Keep the status page of a process in a file, so that it survives the death of all ranks.
 
 A record directory holds one folder for each run, and that one file for each process and the dumps of those whose
-groups broke. Nobody else may reach into either, so that a file needs no seal: who could truncate it, and so kill a
-reader with SIGBUS, could also kill the reader. The pages are allocated when the file is made.
+groups broke. Nobody else may reach into either, so that a file needs no seal: who could truncate it, and so end its
+process with SIGBUS, could also kill the process. Others read it and do not map it, since root may look at the files of
+any user. The pages are allocated when the file is made.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def is_page_link(target: str) -> bool:
 
 
 def is_page(descriptor: int) -> bool:
-    """Return whether a descriptor may be mapped as a page: it has that size, and is a sealed memfd or private."""
+    """Return whether a descriptor may be a page: it has that size, and is a sealed memfd or private."""
     status = os.fstat(descriptor)
     if status.st_size != PAGE_BYTES:
         return False

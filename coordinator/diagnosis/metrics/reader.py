@@ -11,8 +11,8 @@ import msgspec
 from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.metrics.totals import Reading, Totals
 from coordinator.diagnosis.model import Page
-from coordinator.diagnosis.pages import Found, Search, find_memory, find_pages, map_page
-from shm_broadcast import _core
+from coordinator.diagnosis.page_memory import PageMemory
+from coordinator.diagnosis.pages import Found, Search, find_memory, find_pages
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.liveness import fork_count
 
@@ -74,8 +74,8 @@ def _with_records(found: Found) -> Page | None:
 def _decoded(link: str, wanted: Page) -> Page | None:
     """Return the page `link` with its calls if it is that of the process of `wanted`."""
     try:
-        with map_page(link) as memory:
-            copy = _core.status_copy(memory)
+        with PageMemory(link) as memory:
+            copy = memory.copy()
         if _process(decode_page(copy, records=False)) != _process(wanted):
             return None
         return decode_page(copy)

@@ -1,12 +1,11 @@
 """Look at the processes of this host again and again, for `top`: cheaply, and also when they stop, hang or end.
 
-A page that was found stays mapped, so that a look copies 0.4 MB and asks `/proc` for one process. Who else has a page
+A page that was found stays open, so that a look copies 0.4 MB and asks `/proc` for one process. Who else has a page
 is searched for rarely, as that takes a look at each descriptor of each process.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,9 +17,9 @@ import msgspec
 from coordinator.diagnosis import pages
 from coordinator.diagnosis.decoding import decode_lateness, decode_page
 from coordinator.diagnosis.model import Page
+from coordinator.diagnosis.page_memory import PageMemory
 from coordinator.diagnosis.processes import Process, look_at
 from coordinator.diagnosis.queues import Ring, read_rings
-from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError
 
 __all__ = ["Sample", "Sampler", "Seen", "jobs_of", "of_processes"]
@@ -95,9 +94,9 @@ def of_processes(sample: Sample, pids: Collection[int]) -> Sample:
 
 
 class _Kept:
-    """A page that stays mapped."""
+    """A page that stays open."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: PageMemory) -> None:
         self.memory = memory
         self.holders: dict[int, None] = {}
         self.keepers: tuple[int, ...] = ()
@@ -141,8 +140,8 @@ class Sampler:
         found: list[tuple[Place, Page, Lateness]] = []
         faults = dict(self._faults)
         for place, kept in list(self._kept.items()):
-            copy = _core.status_copy(kept.memory)
             try:
+                copy = kept.memory.copy()
                 page = decode_page(copy, newest=newest) if any(copy[:8]) else None  # it is being made
             except DecodeError as error:
                 page = None
@@ -219,7 +218,7 @@ class Sampler:
             # What has gone meanwhile is no page to be shown.
             with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 try:
-                    kept = self._kept[memory.place] = _Kept(pages.map_page(memory.link))
+                    kept = self._kept[memory.place] = _Kept(PageMemory(memory.link))
                 except DecodeError as error:
                     self._faults[pid] = str(error)
         if kept is not None:

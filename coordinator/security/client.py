@@ -47,11 +47,15 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _FAILED_HANDSHAKES: Final = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 _GIVES_UP: Final = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+_CLOSED: Final = "it was closed"
 _CHECK_EVERY_S: Final = 0.1
 # A rank that was refused, or with whom somebody spoke nonsense, connects again after this pause.
 _PAUSE_S: Final = 0.1
 # How long zmq may take to send BYE.
 _FAREWELL_MS: Final = 200
+# `close` waits this long for the thread. A signal handler that calls it may have interrupted code that holds a lock,
+# for which the thread waits to tell of a loss; it then ends a little later, and needs nobody for that.
+_END_S: Final = 5.0
 
 
 class _Pending:
@@ -116,9 +120,10 @@ class StoreClient:
         self._on_lost: Callable[[int, str], None] | None = None
         self._connections = self._failed_handshakes = self._refusals = 0
         self._forks = fork_count()
-        self._is_stopping = self._is_closed = False
-        self._closing = threading.Lock()
-        self._wake = new_eventfd()
+        self._is_stopping = False
+        # Taken by who releases everything: the thread, or the constructor if that cannot start it.
+        self._release_once = threading.Lock()
+        self._wake = new_eventfd()  # -1 once it is closed
         try:
             self._context = new_context(1)
             try:
@@ -133,7 +138,9 @@ class StoreClient:
         try:
             self._thread.start()
         except BaseException:
-            self.close()
+            self._stop()
+            if self._release_once.acquire(blocking=False):
+                self._end()
             raise
 
     # --- calls of any thread ----------------------------------------------------------------------------------
@@ -207,8 +214,8 @@ class StoreClient:
                 f"{what}: {len(record)} bytes are more than the {LONGEST_QUESTION} of a question"
             )
         with self._lock:
-            if self._broken is not None:
-                raise dist.DistNetworkError(f"{what}: {self._broken}")
+            if self._is_stopping or self._broken is not None:
+                raise dist.DistNetworkError(f"{what}: {self._broken or _CLOSED}")
             self._pending[number] = pending
             self._outbox.append(record)
             os.eventfd_write(self._wake, 1)
@@ -224,45 +231,54 @@ class StoreClient:
         return pending.answer
 
     def close(self) -> None:
-        """Close the connection, and end all waits. Idempotent; does nothing in a forked child."""
+        """Close the connection, and end all waits. Idempotent; does nothing in a forked child.
+
+        Blocks until the thread has released everything, which it does also if this is interrupted, at most `_END_S`.
+        """
         if self._forks == fork_count():
             undisturbed(self._close)
 
     def _close(self) -> None:
-        with self._closing:
-            if self._is_closed:
-                return
+        self._stop()
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "%r has not ended within %.1f s, and will later", self, _END_S, extra=self._fields.copy()
+            )
+
+    def _stop(self) -> None:
+        with self._lock:
             self._is_stopping = True
-            if self._thread.is_alive():
+            if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
-                self._thread.join()
-            self._break("it was closed")
-            self._release()
-            self._context.term()
-            with self._lock:
-                os.close(self._wake)
-            self._is_closed = True
 
     # --- the thread -------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        if not self._release_once.acquire(blocking=False):
+            return  # it could be started, and was then interrupted
         try:
             self._loop()
         except Exception as error:
             logger.exception("the connection to the store of this job has failed", extra=self._fields.copy())
             self._break(f"its thread has failed: {error!r}")
         finally:
-            # zmq would connect again.
-            self._release()
+            self._end()
 
-    def _release(self) -> None:
-        if not self._dealer.closed:
-            self._dealer.disable_monitor()
-            self._monitor.close(0)
-            is_connected = self._is_welcome and self._broken is None
-            if is_connected:
+    def _end(self) -> None:
+        self._dealer.disable_monitor()
+        self._monitor.close(0)
+        is_connected = self._is_welcome and self._broken is None
+        if is_connected:
+            with suppress(zmq.Again):  # the connection has just ended
                 self._dealer.send(pack(Kind.BYE, self._rank, 0, self.generation), zmq.NOBLOCK)
-            self._dealer.close(_FAREWELL_MS if is_connected else 0)
+        # An open socket would connect again.
+        self._dealer.close(_FAREWELL_MS if is_connected else 0)
+        self._break(_CLOSED)
+        self._context.term()
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
 
     def _loop(self) -> None:
         poller = zmq.Poller()

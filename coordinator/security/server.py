@@ -42,6 +42,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 _TIDY_S: Final = 1.0
 # How long zmq may take to send the last answers.
 _FAREWELL_MS: Final = 200
+# `close` waits this long for the thread. A signal handler that calls it may have interrupted code that holds a lock,
+# for which the thread waits to write to the log; it then ends a little later, and needs nobody for that.
+_END_S: Final = 5.0
 # A connection that zmq says has ended is looked for this long, since zmq lets go of it a little later.
 _SUSPECTED_S: Final = 2.0
 _LOOK_S: Final = 0.02
@@ -95,9 +98,12 @@ class StoreServer:
         self._suspects: dict[int, float] = {}  # until when the connection of a rank is looked for
         self._lost: dict[int, str] = {}
         self._forks = fork_count()
-        self._is_stopping = self._is_closed = False
-        self._closing = threading.Lock()
-        self._wake = new_eventfd()
+        self._is_stopping = False
+        # Taken by who releases everything: the thread, or the constructor if that cannot start it.
+        self._release_once = threading.Lock()
+        # A signal handler that interrupts `close` may call it.
+        self._lock = threading.RLock()
+        self._wake = new_eventfd()  # -1 once it is closed
         try:
             self._context = new_context(1)
             self._gatekeeper = Gatekeeper(self._context, ranks, self._fields, "rank of this job")
@@ -120,47 +126,58 @@ class StoreServer:
         try:
             self._thread.start()
         except BaseException:
-            self.close()
+            self._stop()
+            if self._release_once.acquire(blocking=False):
+                self._end(0)
             raise
 
     def close(self) -> None:
-        """Stop serving. Idempotent; does nothing in a forked child."""
+        """Stop serving. Idempotent; does nothing in a forked child.
+
+        Blocks until the thread has released everything, which it does also if this is interrupted, at most `_END_S`.
+        """
         if self._forks == fork_count():
             undisturbed(self._close)
 
     def _close(self) -> None:
-        with self._closing:
-            if self._is_closed:
-                return
-            self._is_stopping = True
-            if self._thread.is_alive():
-                os.eventfd_write(self._wake, 1)
-                self._thread.join()
-            self._farewell()
-            self._context.term()
-            os.close(self._wake)
-            self._is_closed = True
+        self._stop()
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "%r has not ended within %.1f s, and will later", self, _END_S, extra=self._fields.copy()
+            )
 
-    def _farewell(self) -> None:
-        if not self._router.closed:
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_stopping = True
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _serve(self) -> None:
+        if not self._release_once.acquire(blocking=False):
+            return  # it could be started, and was then interrupted
+        linger_ms = 0
+        try:
+            self._loop()
             for member in self._members.values():
                 self._say(member.route, pack(Kind.END, 0, 0, self.generation))
-            self._release(_FAREWELL_MS)
+            linger_ms = _FAREWELL_MS
+        except Exception:
+            # Whoever waits for an answer must not hang: all ranks notice that their connection ends.
+            logger.exception("the store of this job has failed", extra=self._fields.copy())
+        finally:
+            self._end(linger_ms)
 
-    def _release(self, linger_ms: int) -> None:
+    def _end(self, linger_ms: int) -> None:
         self._router.disable_monitor()
         self._monitor.close(0)
         self._router.close(linger_ms)
         # Each connection has a pipe to it, and waits for it to close that.
         self._gatekeeper.socket.close(0)
-
-    def _serve(self) -> None:
-        try:
-            self._loop()
-        except Exception:
-            # Whoever waits for an answer must not hang: all ranks notice that their connection ends.
-            logger.exception("the store of this job has failed", extra=self._fields.copy())
-            self._release(0)
+        self._context.term()
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
 
     def _loop(self) -> None:
         poller = zmq.Poller()

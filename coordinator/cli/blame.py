@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from coordinator.cli.output import write_out
 from coordinator.diagnosis.blame.analysis import judge
 from coordinator.diagnosis.blame.live import look_at_jobs
 from coordinator.diagnosis.blame.recorded import read_run, run_folders
@@ -47,7 +48,7 @@ def blame(directories: Sequence[Path], pids: Sequence[int], *, waiting_s: float,
         return 1
     verdicts = tuple(judge(evidence) for evidence in jobs)
     if as_json:
-        sys.stdout.write(msgspec.json.encode(Answer(1, verdicts)).decode() + "\n")
+        write_out(msgspec.json.encode(Answer(1, verdicts)) + b"\n")
     else:
-        sys.stdout.write("\n\n".join(verdict.text() for verdict in verdicts) + "\n")
+        write_out("\n\n".join(verdict.text() for verdict in verdicts) + "\n")
     return _NAMED if any(verdict.findings for verdict in verdicts) else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from coordinator.cli.output import write_out
 from coordinator.diagnosis.dump import encode_dump, take_dump, write_privately
 
 __all__ = ["write_dump"]
@@ -28,8 +29,7 @@ def write_dump(*, out: Path | None, pids: list[int]) -> int:
         return 1
     data = encode_dump(dump) + b"\n"
     if out is None:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
+        write_out(data)
         return 0
     try:
         write_privately(out, data)

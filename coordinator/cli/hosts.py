@@ -6,6 +6,7 @@ import sys
 
 import msgspec
 
+from coordinator.cli.output import write_out
 from coordinator.diagnosis.hosts_check.checking import Check
 from coordinator.diagnosis.hosts_check.narration import Narrator, Stopped
 from coordinator.diagnosis.hosts_check.records import Finding, Verdict
@@ -29,8 +30,7 @@ def check_hosts(init_method: str, caller: Caller, timeout_s: float, *, as_json: 
 
     def show(verdict: Verdict) -> None:
         text = msgspec.json.encode(verdict).decode() if as_json else report(verdict)
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        write_out(f"{text}\n")
 
     check = Check(init_method, caller, timeout_s, narrator)
     try:

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from coordinator.cli.output import write_out
 from coordinator.diagnosis.group_reports import ProcessReport, in_lines, report_of
 from coordinator.diagnosis.pages import Search, find_pages
 from coordinator.settings import CoordinatorSettings, cuda_visible_devices
@@ -53,12 +54,11 @@ def show_info(*, as_json: bool, tries: bool = True, pids: Sequence[int] = ()) ->
     else:
         found = collect(tries=tries)
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        write_out(json.dumps(found, indent=1) + "\n")
     else:
         found[GROUPS] = in_lines(msgspec.convert(found[GROUPS], tuple[ProcessReport, ...])) or "none"
-        for title, section in found.items():
-            sys.stdout.write(f"{title}\n")
-            _write(section, "  ")
+        lines = [line for title, section in found.items() for line in (title, *_lines(section, "  "))]
+        write_out("".join(f"{line}\n" for line in lines))
     return 0
 
 
@@ -74,19 +74,19 @@ def _why_missing(pid: int, search: Search) -> str:
     return f"process {pid} has no groups: it has ended, or uses none of ours"
 
 
-def _write(value: Any, indent: str) -> None:
+def _lines(value: Any, indent: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if isinstance(inner, (Mapping, list)) and inner:
-                sys.stdout.write(f"{indent}{name}:\n")
-                _write(inner, indent + "  ")
+                yield f"{indent}{name}:"
+                yield from _lines(inner, indent + "  ")
             else:
-                sys.stdout.write(f"{indent}{name}: {inner if inner not in ({}, []) else 'none'}\n")
+                yield f"{indent}{name}: {inner if inner not in ({}, []) else 'none'}"
     elif isinstance(value, list):
         for inner in value:
-            sys.stdout.write(f"{indent}{inner}\n")
+            yield f"{indent}{inner}"
     else:
-        sys.stdout.write(f"{indent}{value}\n")
+        yield f"{indent}{value}"
 
 
 def collect(*, tries: bool = True) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from coordinator.cli.output import write_out
 from coordinator.diagnosis.metrics.exporter import FILE_NAME, MetricsServer, write_metrics
 from coordinator.diagnosis.metrics.reader import MetricsReader, read_host
 from shm_broadcast.errors import UsageError
@@ -43,8 +44,7 @@ def export_metrics(*, listen: str | None, textfile: Path | None, interval_s: flo
 
 def _serve(listen: str) -> None:
     with MetricsServer(listen) as server:
-        sys.stdout.write(f"metrics of this host's ranks: {server.url}\n")
-        sys.stdout.flush()
+        write_out(f"metrics of this host's ranks: {server.url}\n")
         server.serve_forever()
 
 
@@ -54,8 +54,7 @@ def _write(directory: Path, interval_s: float) -> None:
     reader = MetricsReader(read_host)
     try:
         file = write_metrics(directory, reader)
-        sys.stdout.write(f"metrics of this host's ranks: {file}, every {interval_s:g} s\n")
-        sys.stdout.flush()
+        write_out(f"metrics of this host's ranks: {file}, every {interval_s:g} s\n")
         while True:
             time.sleep(interval_s)
             write_metrics(directory, reader)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
+from coordinator.cli.output import write_out
 from coordinator.diagnosis.pages import Found, find_pages
 from coordinator.diagnosis.stragglers import FEWEST_CALLS, Straggler, StragglerWatch
 
@@ -22,8 +23,8 @@ def watch_stragglers(window_s: float, pids: Sequence[int], *, logs: bool) -> int
     Args:
         window_s: Length of a window in seconds.
         pids: Watch these processes only; empty for all.
-        logs: Whether to write a line for each window until Ctrl-C, also while no rank runs, instead of the result of
-            two windows.
+        logs: Whether to write a line for each window until Ctrl-C, or until nobody reads them, also while no rank runs,
+            instead of the result of two windows.
     """
     if not logs and not _pages(pids):
         sys.stderr.write("coordinator: error: this host has no process with a group and a status page\n")
@@ -34,14 +35,15 @@ def watch_stragglers(window_s: float, pids: Sequence[int], *, logs: bool) -> int
         if not logs:
             next(windows)  # nobody can be named after one window
             found, text = next(windows)
-            sys.stdout.write("".join(f"{straggler}\n" for straggler in found) or f"{text}\n")
+            write_out("".join(f"{straggler}\n" for straggler in found) or f"{text}\n")
             return _NAMED if found else 0
         for found, text in windows:
             status = _NAMED if found else status
             at = datetime.now(UTC).isoformat(timespec="seconds")
-            for line in [str(straggler) for straggler in found] or [text]:
-                sys.stdout.write(f"{at} {'WARNING' if found else 'INFO'} {line}\n")
-            sys.stdout.flush()
+            lines = [str(straggler) for straggler in found] or [text]
+            level = "WARNING" if found else "INFO"
+            if not write_out("".join(f"{at} {level} {line}\n" for line in lines)):
+                break
     except KeyboardInterrupt:
         pass  # the way to end it
     return status

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from coordinator.cli.output import write_out
 from coordinator.diagnosis.top.late_ranks import LateRanks
 from coordinator.diagnosis.top.rows import Row, rows_of
 from coordinator.diagnosis.top.sampling import Sample, Sampler, of_processes
@@ -41,9 +42,6 @@ def show_top(*, once: bool, pids: Sequence[int], interval_s: float) -> int:
             _print_on(sampler, pids, interval_s)
     except KeyboardInterrupt:
         pass
-    except BrokenPipeError:
-        # Whoever read this has seen enough. What is left in the buffer must not fail again at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         sampler.close()
     return 0
@@ -58,8 +56,7 @@ def _print_once(sampler: Sampler, pids: Sequence[int], interval_s: float) -> int
     if not rows:
         sys.stderr.write(_nothing(now, pids) + "\n")
         return 1
-    sys.stdout.write(text_screen(_shown(now, pids), rows))
-    sys.stdout.flush()
+    write_out(text_screen(_shown(now, pids), rows))
     return 0
 
 
@@ -92,14 +89,14 @@ def _why_not(sample: Sample, pid: int) -> str:
 
 
 def _print_on(sampler: Sampler, pids: Sequence[int], interval_s: float) -> None:
-    """Print a look every `interval_s`, until an exception ends this."""
+    """Print a look every `interval_s`, until an exception ends this or nobody reads it."""
     before, late = None, LateRanks()
     while True:
         now = sampler.sample()
         rows = rows_of(before, now, pids, late.look(now))
         at = time.strftime("%H:%M:%S")
-        sys.stdout.write(f"{at}  {text_screen(_shown(now, pids), rows)}\n")
-        sys.stdout.flush()
+        if not write_out(f"{at}  {text_screen(_shown(now, pids), rows)}\n"):
+            return
         before = now
         time.sleep(interval_s)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from coordinator.cli.output import write_out
 from coordinator.diagnosis.blame.recorded import read_run, run_folders
 from coordinator.diagnosis.dump import write_privately
 from coordinator.diagnosis.model import Page
@@ -46,9 +47,9 @@ def write_trace(out: Path, directories: Sequence[Path], pids: Sequence[int]) -> 
     except OSError as error:
         sys.stderr.write(f"coordinator: error: {out} cannot be written: {error.strerror}\n")
         return 1
-    sys.stdout.writelines(f"{note}\n" for note in trace.notes)
-    sys.stdout.write(
-        f"{out}: {trace.calls} calls of {len(pages)} processes, {trace.running} of them running, "
+    write_out(
+        "".join(f"{note}\n" for note in trace.notes)
+        + f"{out}: {trace.calls} calls of {len(pages)} processes, {trace.running} of them running, "
         f"{trace.arrows} arrows; open it in https://ui.perfetto.dev\n"
     )
     return 0

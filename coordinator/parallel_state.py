@@ -548,8 +548,10 @@ def destroy_distributed_environment() -> None:
     """
     groups, world = set_default_groups(None), set_world_group(None)
     leaving = [] if groups is None else groups.owned()
-    destroy_together(leaving if world is None or world in leaving else [*leaving, world])
-    leave_world()
+    try:
+        destroy_together(leaving if world is None or world in leaving else [*leaving, world])
+    finally:  # Ctrl-C ends the waits only
+        leave_world()
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:

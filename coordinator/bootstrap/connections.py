@@ -35,7 +35,8 @@ class SpareConnection:
 
     def __init__(self) -> None:
         """Begin without one."""
-        self._lock = threading.Lock()
+        # A signal handler may destroy a group while this thread holds it.
+        self._lock = threading.RLock()
         self._spare: dist.Store | None = None
 
     @contextmanager

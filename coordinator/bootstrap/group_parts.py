@@ -188,15 +188,24 @@ class GroupParts:
                 open_sends.flush(timeout_s / 2)
                 self.host.flush(max(deadline - timeout_s / 2 - time.monotonic(), 0.0))
         finally:  # Ctrl-C ends the waits only
-            self.health.say_goodbye()
-            # Not left to the garbage collector: a remaining reference would keep the other ranks waiting.
-            self.health.abort()
-            self.communicator.destroy()
-            self.host.close(max(deadline - time.monotonic(), 0.5))
-            self.health.release()
-            self.process_groups.destroy()
-            while self.after:
+            try:
+                self.health.say_goodbye()
+                # Not left to the garbage collector: a remaining reference would keep the other ranks waiting.
+                self.health.abort()
+                self.communicator.destroy()
+                self.host.close(max(deadline - time.monotonic(), 0.5))
+                self.health.release()
+                self.process_groups.destroy()
+            finally:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Call all of `after`, also behind one that is interrupted."""
+        if self.after:
+            try:
                 self.after.pop(0)()
+            finally:
+                self._let_go()
 
 
 @contextmanager

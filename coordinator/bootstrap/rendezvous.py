@@ -11,12 +11,10 @@ import atexit
 import dataclasses
 import itertools
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
@@ -25,16 +23,21 @@ from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.agreement.agreeing import agree, decline
 from coordinator.bootstrap.agreement.views import View
 from coordinator.bootstrap.blocking_calls import (
-    ask_store,
     connect_watched,
     raise_if_lost,
     refuse_clones,
 )
 from coordinator.bootstrap.connections import open_tcp_store
 from coordinator.bootstrap.membership import loopback_hint, own_address
-from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
+from coordinator.bootstrap.methods.address import (
+    WORLD_KEYS,
+    Rendezvous,
+    check_place,
+    leaving,
+    meet_at_rank_0,
+)
+from coordinator.bootstrap.methods.directory import DirectoryRendezvous
 from coordinator.bootstrap.secured import meet_by_hint, place_of
-from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
 from coordinator.host.process_groups import GLOO, LOOPBACK, GlooOptions, gloo_at, set_own_world
 from coordinator.launchers.init_methods import FORMS
@@ -48,38 +51,11 @@ from shm_broadcast.errors import (
     CapabilityError,
     CommError,
     CommTimeoutError,
-    NativeError,
     SettingsError,
     UsageError,
 )
+from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
-
-_WORLD: Final = "group_coordinator/world"
-
-# Rank 0 keeps its store at most this long while the others leave. torch writes to stderr on a rank that finds the
-# store gone, and ranks usually leave together.
-LEAVE_S: Final = 0.1
-# A rank that is earlier than rank 0 in the next world at an address looks again after this pause.
-_LEFT_PAUSE_S: Final = 0.005
-
-
-@dataclasses.dataclass(frozen=True)
-class Rendezvous:
-    """The result of a rendezvous.
-
-    Attributes:
-        store: A store that every rank reaches.
-        rank: Global rank of this process.
-        world_size: Number of processes.
-        leave: Releases the store's resources; called once, after the world is destroyed.
-        spans_hosts: Whether a launcher says that the processes are on several hosts.
-    """
-
-    store: dist.Store
-    rank: int
-    world_size: int
-    leave: Callable[[], None]
-    spans_hosts: bool = False
 
 
 @dataclasses.dataclass
@@ -95,7 +71,8 @@ class _World:
 
 _world: _World | None = None
 _worlds = itertools.count()
-_lock = threading.Lock()
+# A signal handler that interrupts a rendezvous, or the end of a world, may destroy the world.
+_lock = threading.RLock()
 
 
 def init_world(
@@ -138,7 +115,13 @@ def init_world(
         NativeError: torch could not connect, or the store is gone.
     """
     global _world  # noqa: PLW0603 - torch has one world per process
+    if is_held(_lock):
+        raise UsageError(
+            "a signal handler cannot initialise torch.distributed while that is begun or destroyed"
+        )
     with _lock:
+        if not _is_ours():
+            leave_world()  # its end was interrupted, or somebody else has destroyed torch's
         if dist.is_initialized():
             raise UsageError("torch.distributed is already initialised; do not initialise it a second time")
         name_host(settings.host_id)
@@ -152,31 +135,43 @@ def init_world(
         try:
             processes = _connect(rendezvous, backend, settings, clock, is_elastic)
         except BaseException:
-            rendezvous.leave()
-            forget_losses()
+            try:
+                rendezvous.leave()
+            finally:
+                forget_losses()
             raise
         group = dist.group.WORLD
         assert group is not None
-        _world = _World(group, rendezvous, fork_count(), processes, is_elastic)
         fork_guard.protect(group)
         fork_guard.protect(rendezvous.store)
+        _world = _World(group, rendezvous, fork_count(), processes, is_elastic)
         return clock.seconds
 
 
 def leave_world() -> None:
-    """Destroy the world if this process initialised it through `init_world`; otherwise do nothing."""
-    global _world
+    """Destroy the world if this process initialised it through `init_world`; otherwise do nothing.
+
+    An interrupt ends waits, and all that can be is released all the same; another call, or the next world, does the
+    rest. A signal handler may call it at any place: within `init_world` there is nothing to destroy yet.
+    """
+    global _world  # noqa: PLW0603 - torch has one world per process
     with _lock:
-        world, _world = _world, None
+        world = _world
         if world is None or world.fork_count != fork_count():
+            _world = None
             return
-        if dist.is_initialized() and dist.group.WORLD is world.group:
-            dist.destroy_process_group()
-        set_own_world(None)
-        fork_guard.release(world.group)
-        fork_guard.release(world.rendezvous.store)
-        world.rendezvous.leave()
-        forget_losses()  # behind the end of a secured store, which tells of them
+        try:
+            if _is_ours():
+                dist.destroy_process_group()
+        finally:
+            set_own_world(None)
+            fork_guard.release(world.group)
+            fork_guard.release(world.rendezvous.store)
+            try:
+                world.rendezvous.leave()
+            finally:
+                forget_losses()  # behind the end of a secured store, which tells of them
+        _world = None
 
 
 def world_processes() -> Mapping[int, ProcessIdentity]:
@@ -228,7 +223,7 @@ def join_rendezvous(
             f"distributed_init_method is {init_method!r}, but must be env://, tcp://HOST:PORT, file:///DIRECTORY, "
             f"{FORMS}"
         )
-    _check_place(rank, world_size, init_method)
+    check_place(rank, world_size, init_method)
     if path is not None:
         rendezvous = DirectoryRendezvous(path, rank, world_size)
         store = rendezvous.join(settings.create_timeout_s)
@@ -237,7 +232,7 @@ def join_rendezvous(
     assert endpoint is not None
     if is_elastic:
         raise _ends_with_rank_0(init_method)
-    return _meet_at_rank_0(*endpoint, rank, world_size, settings, spans_hosts)
+    return meet_at_rank_0(*endpoint, rank, world_size, settings, spans_hosts)
 
 
 def join_later(init_method: str) -> tuple[dist.Store, Callable[[], None]]:
@@ -265,14 +260,6 @@ def _ends_with_rank_0(init_method: str) -> UsageError:
         f"elastic=True needs a store that outlives every rank, and with {init_method} rank 0 serves it: use "
         "file:///DIRECTORY on one host, or initialise torch.distributed before with a store that another process serves"
     )
-
-
-def _check_place(rank: int, world_size: int, init_method: str) -> None:
-    if rank < 0 or world_size < 1 or rank >= world_size:
-        raise UsageError(
-            f"with {init_method} pass the world size and this process's rank, 0 <= rank < world_size; "
-            f"got world_size={world_size}, rank={rank}"
-        )
 
 
 def _path_of(parts: SplitResult) -> Path | None:
@@ -305,7 +292,7 @@ def _meet_by_environment(
             "distributed_init_method='file:///DIRECTORY'"
         )
     rank, world_size = launch.rank, launch.world_size
-    _check_place(rank, world_size, "env://")
+    check_place(rank, world_size, "env://")
     if is_elastic and not launch.use_agent_store:
         raise _ends_with_rank_0("env:// without an agent's store")
     serve = rank == 0 and not launch.use_agent_store
@@ -323,7 +310,7 @@ def _meet_by_environment(
     number = f"/{next(_worlds)}" if launch.use_agent_store else ""
     attempt = dist.PrefixStore(f"{run}{number}", store)
     if not launch.use_agent_store:
-        return Rendezvous(attempt, rank, world_size, _leaving(attempt, rank, world_size))
+        return Rendezvous(attempt, rank, world_size, leaving(attempt, rank, world_size))
     met = Rendezvous(attempt, rank, world_size, _nothing)
     return _behind_hint(met, f"{run}{number}", settings, launch.agents > 1)
 
@@ -345,11 +332,13 @@ def _behind_hint(
     except BaseException:
         met.leave()
         raise
-    leave_store = _leaving(store, rank, world_size)
+    leave_store = leaving(store, rank, world_size)
 
     def leave() -> None:
-        leave_store()
-        met.leave()
+        try:
+            leave_store()
+        finally:
+            met.leave()
 
     return Rendezvous(store, rank, world_size, leave)
 
@@ -377,92 +366,11 @@ def _meet_by_ticket(ticket: Ticket, settings: CoordinatorSettings) -> Rendezvous
         if listener is not None:
             listener.close()  # does nothing once the store has taken over the descriptor
     met = dist.PrefixStore(f"meeting/{ticket.meeting}", store)
-    return Rendezvous(met, rank, world_size, _leaving(met, rank, world_size))
-
-
-def join_address(
-    host: str, port: int, rank: int, world_size: int, settings: CoordinatorSettings
-) -> Rendezvous:
-    """Return a store that rank 0 serves at this address. torch.distributed is neither needed nor touched.
-
-    Raises:
-        UsageError: The arguments name no address or no rank, or rank 0 cannot listen there.
-        CommTimeoutError: Nobody listened there within `create_timeout_s`; `.missing` names rank 0.
-        NativeError: torch could not connect.
-    """
-    if not isinstance(host, str) or not host:
-        raise UsageError(f"host must be the name or an address of rank 0's host, not {host!r}")
-    for name, number in (("port", port), ("rank", rank), ("world_size", world_size)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise UsageError(f"{name} must be an integer, not {number!r}")
-    if not 1 <= port <= 65535:
-        raise UsageError(f"port must be from 1 to 65535, not {port}")
-    _check_place(rank, world_size, f"{host}:{port}")
-    return _meet_at_rank_0(host, port, rank, world_size, settings)
-
-
-def _meet_at_rank_0(
-    host: str,
-    port: int,
-    rank: int,
-    world_size: int,
-    settings: CoordinatorSettings,
-    spans_hosts: bool = False,
-) -> Rendezvous:
-    """Return a store that rank 0 serves at this address, and which this rank has not left before."""
-    end = time.monotonic() + settings.create_timeout_s
-    place = place_of(settings, f"{host}:{port}", rank, world_size)
-    while True:
-        store = open_tcp_store(host, port, rank, world_size, rank == 0, settings, place, spans_hosts)
-        if rank == 0 or not _was_left(store, rank, settings):
-            leave = _leaving(store, rank, world_size)
-            return Rendezvous(store, rank, world_size, leave, spans_hosts)
-        # Rank 0 is still about to leave the last world at this address, and will serve the next one here.
-        secured_store.close(store)
-        del store
-        if time.monotonic() >= end:
-            raise CommTimeoutError(
-                f"rendezvous (rank {rank} of {world_size}): rank 0 did not leave the last world at {host}:{port} "
-                f"within {settings.create_timeout_s:.1f} s",
-                missing=(0,),
-            )
-        time.sleep(_LEFT_PAUSE_S)
-
-
-def _was_left(store: dist.Store, rank: int, settings: CoordinatorSettings) -> bool:
-    """Return whether this rank has left the world of `store`, or the store has just ended."""
-    key = f"left/{rank}"
-    try:
-        return ask_store(
-            lambda: dist.PrefixStore(_WORLD, store).check([key]), "rendezvous", settings.create_timeout_s
-        )
-    except NativeError:
-        return True
+    return Rendezvous(met, rank, world_size, leaving(met, rank, world_size))
 
 
 def _nothing() -> None:
     """Do nothing, where no cleanup or check is needed."""
-
-
-def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None]:
-    """Return a function that leaves a store served by rank 0; rank 0 waits up to `LEAVE_S` for the others."""
-    status_store = WorldStatusStore(dist.PrefixStore(_WORLD, store), rank, range(world_size))
-
-    def leave() -> None:
-        if rank:
-            status_store.leave()
-        else:
-            await_others()
-        secured_store.close(store)
-
-    def await_others() -> None:
-        end = time.monotonic() + LEAVE_S
-        while (
-            status_store.is_reachable and len(status_store.left()) < world_size - 1 and time.monotonic() < end
-        ):
-            time.sleep(0.002)
-
-    return leave
 
 
 def _report_losses(store: dist.Store) -> set[int]:
@@ -496,7 +404,7 @@ def _connect(
         **secured_store.generation_facts(rendezvous.store),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
-    world_store = dist.PrefixStore(_WORLD, rendezvous.store)
+    world_store = dist.PrefixStore(WORLD_KEYS, rendezvous.store)
     near = _report_losses(rendezvous.store)
     try:
         address = own_address(settings.interface, rendezvous.store, rendezvous.spans_hosts)

@@ -13,12 +13,8 @@ from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.connections import SpareConnection
 from coordinator.bootstrap.membership import world_store
-from coordinator.bootstrap.rendezvous import (
-    is_started_elastic,
-    join_address,
-    may_outlive_ranks,
-    world_processes,
-)
+from coordinator.bootstrap.methods.address import join_address
+from coordinator.bootstrap.rendezvous import is_started_elastic, may_outlive_ranks, world_processes
 from coordinator.heartbeats.watching import Heartbeats
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import ClosedError, UsageError
@@ -192,10 +188,12 @@ class World:
         store, leave = self._store, self._leave
         if store is None or leave is None:
             return
-        leave()
-        self._store, self._leave = None, _nothing
-        self._spare.drop()
-        fork_guard.release(store)
+        try:
+            leave()
+        finally:
+            self._store, self._leave = None, _nothing
+            self._spare.drop()
+            fork_guard.release(store)
 
 
 # By torch's world, which it must not outlive: it connects to the store of that world.

@@ -60,10 +60,12 @@ class SecuredStore(dist.Store):
 
     def close(self) -> None:
         """Close the connection, and on rank 0 end the store. Idempotent; ends every wait."""
-        self._client.close()
-        if self._server is not None:
-            self._server.close()
-        _open.discard(self)
+        try:
+            self._client.close()
+        finally:
+            if self._server is not None:
+                self._server.close()
+            _open.discard(self)
 
     def watch(self, on_lost: Callable[[int, str], None]) -> None:
         """Call `on_lost` with each rank that is lost, now or later, and with how it was; from any thread."""

@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 
 from coordinator.bootstrap.membership import own_address
-from coordinator.bootstrap.rendezvous import Rendezvous, join_rendezvous
+from coordinator.bootstrap.methods.address import Rendezvous
+from coordinator.bootstrap.rendezvous import join_rendezvous
 from coordinator.diagnosis.hosts_check.facts import collect_facts
 from coordinator.diagnosis.hosts_check.gathering import Gathering
 from coordinator.diagnosis.hosts_check.interfaces import carrier_of

@@ -33,7 +33,7 @@ from coordinator.bootstrap.agreement.agreeing import LINGER_S
 from coordinator.bootstrap.agreement.views import Views
 from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.bootstrap.group_parts import GroupParts
-from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
+from coordinator.bootstrap.methods.directory import DirectoryRendezvous
 from coordinator.groups import DIMENSIONS
 from device_comm.cpu import shared_memory
 from tests.engines import refusal, works

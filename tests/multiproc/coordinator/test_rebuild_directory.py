@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.bootstrap import rendezvous_directory
-from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
+from coordinator.bootstrap.methods import directory as rendezvous_directory
+from coordinator.bootstrap.methods.directory import DirectoryRendezvous
 from coordinator.elastic.joining import join_distributed_environment
 from coordinator.errors import UsageError
 from tests.rebuild_cycles import Crowd

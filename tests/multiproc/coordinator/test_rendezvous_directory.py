@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from coordinator.bootstrap.agreement import agreeing
-from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
+from coordinator.bootstrap.methods.directory import DirectoryRendezvous
 from coordinator.errors import CommTimeoutError, UsageError
 from coordinator.parallel_state import (
     destroy_distributed_environment,

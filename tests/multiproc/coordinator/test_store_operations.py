@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from coordinator.bootstrap import rendezvous
+from coordinator.bootstrap.methods import address
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_world_group,
@@ -69,12 +69,12 @@ class Count:
         self.asked: list[tuple[str, str]] = []
         self.found: dict[str, Any] = {}
         kept: list[CountedStore] = []
-        connect = vars(rendezvous)["open_tcp_store"]
+        connect = vars(address)["open_tcp_store"]
 
         def connect_counted(*args: Any, **more: Any) -> CountedStore:
             return CountedStore(connect(*args, **more), self.asked, kept)
 
-        vars(rendezvous)["open_tcp_store"] = connect_counted
+        vars(address)["open_tcp_store"] = connect_counted
 
     def create(self, names: Sequence[str], create: Callable[[], Any], late_s: float) -> Any:
         """Create what has these names, with one rank late. Of two, the second begins with a group's name."""

@@ -285,11 +285,11 @@ class DirectoryRendezvous:
         return is_full or self._follow() != generation
 
     def leave(self) -> None:
-        """Leave the generation; the last process to leave removes it."""
-        generation = self._generation
-        self._generation = self._store = None
+        """Leave the generation; the last process to leave removes it. Idempotent."""
+        generation, self._store = self._generation, None
         if generation is not None:
             self._let_go(generation)
+            self._generation = None  # behind it: another call finishes one that was interrupted
 
     def _let_go(self, generation: Path) -> None:
         """Stop using a generation; remove it if all of its ranks have come, and no process uses it any more."""

@@ -1,0 +1,178 @@
+"""A world that is left by an interrupted call, or by a signal handler, leaves nothing open."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from coordinator.bootstrap import rendezvous
+from coordinator.bootstrap.methods.address import Rendezvous, join_address
+from coordinator.bootstrap.rendezvous import join_rendezvous, leave_world
+from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
+from coordinator.security import client as client_module
+from coordinator.settings import CoordinatorSettings
+from shm_broadcast.errors import CommTimeoutError, UsageError
+from shm_broadcast.liveness import fork_count
+from tests.handlers import Interrupt, handling_at, raising_at
+from tests.harness import RankPool
+from tests.leaks import Snapshot, leaked_since
+from tests.ports import free_port, listening_addresses
+from tests.secured import HERE, VALUE
+
+LEAVING = ("/bootstrap/rendezvous.py", "/methods/address.py", "/security/store.py", "/security/client.py")
+
+
+def settings_of(directory: Path, **settings: Any) -> CoordinatorSettings:
+    path = directory / "secret"
+    path.write_bytes(VALUE)
+    path.chmod(0o600)
+    return CoordinatorSettings.resolve({}, secret_file=str(path), **settings)
+
+
+def keep(met: Rendezvous) -> None:
+    """Make a rendezvous that of this process's world, which torch does not know."""
+    group: Any = None
+    rendezvous._world = rendezvous._World(group, met, fork_count(), {}, False)
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize("way", ["address", "directory"])
+def test_a_world_whose_end_is_interrupted_anywhere_leaves_nothing(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a second call has returned, or a handler's call within the first: the address is free, no file is left."""
+    monkeypatch.setattr(client_module, "_END_S", 0.1)
+    settings, port = settings_of(tmp_path), free_port()
+
+    def meet() -> Rendezvous:
+        if way == "address":
+            return join_address(HERE, port, 0, 1, settings)
+        return join_rendezvous(1, 0, f"file://{tmp_path}/meet", settings, False, False)
+
+    before = Snapshot.take()
+    ends: list[Callable[[int], bool]] = [
+        lambda step: raising_at(step, leave_world, LEAVING),
+        lambda step: handling_at(step, leave_world, leave_world, LEAVING),
+    ]
+    for end in ends:
+        step, comes = 0, True
+        while comes:
+            keep(meet())
+            comes = end(step)
+            leave_world()
+            assert rendezvous._world is None
+            assert listening_addresses() == []
+            assert not (tmp_path / "meet").exists()
+            step += 1
+        assert step > 15
+    assert leaked_since(before) == []
+
+
+class StruckError(BaseException):
+    """Raised by a signal handler."""
+
+
+@contextmanager
+def alarm(after_s: float, handler: Callable[[], None]) -> Iterator[None]:
+    """Let a signal handler call `handler` once in the block."""
+    before = signal.signal(signal.SIGALRM, lambda *_: handler())
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def strike() -> None:
+    raise StruckError
+
+
+@pytest.mark.guarantee("G9")
+def test_ctrl_c_while_rank_0_waits_for_the_others_to_leave_ends_its_store(tmp_path: Path) -> None:
+    """Without a second call: a rank that is still there is told, and the next world meets at the same address."""
+    settings, port = settings_of(tmp_path), free_port()
+    keep(join_address(HERE, port, 0, 2, settings))
+    other = join_address(HERE, port, 1, 2, settings)
+    with alarm(0.03, strike), pytest.raises(StruckError):
+        leave_world()
+    assert listening_addresses() == []
+    with pytest.raises(dist.DistNetworkError, match="rank 0 has left"):
+        other.store.check(["a"])
+    other.leave()
+    join_address(HERE, port, 0, 1, settings).leave()
+
+
+def destroyed_by_a_handler(rank: int, world_size: int, directory: Path) -> list[str]:
+    mine = directory / str(rank)
+    mine.mkdir()
+    settings, found = settings_of(mine, create_timeout_s=0.5), list[str]()
+
+    def start() -> None:
+        method = f"tcp://{HERE}:{free_port()}"
+        init_distributed_environment(
+            world_size,
+            0,
+            method,
+            backend="gloo",
+            settings=settings,
+        )
+
+    def join_destroy_and_strike() -> None:
+        with pytest.raises(UsageError, match="a signal handler cannot initialise"):
+            start()
+        destroy_distributed_environment()
+        raise StruckError
+
+    for handler in (join_destroy_and_strike, destroy_distributed_environment):
+        try:
+            with alarm(0.2, handler):
+                start()
+        except (StruckError, CommTimeoutError) as error:
+            found.append(type(error).__name__)
+    return found
+
+
+@pytest.mark.guarantee("G9")
+def test_a_signal_handler_may_destroy_the_world_that_is_being_joined(ranks2: RankPool) -> None:
+    """It does not wait for the call that it interrupts, which goes on if the handler returns. Joining is refused."""
+    for found in ranks2.run(destroyed_by_a_handler):
+        assert found == ["StruckError", "CommTimeoutError"]
+
+
+def interrupted_in_torch(rank: int, world_size: int, directory: Path) -> bool:
+    settings = CoordinatorSettings.resolve({})
+    with pytest.MonkeyPatch.context() as patched:
+        for number in range(2):
+            init_distributed_environment(
+                world_size, rank, f"file://{directory}/{number}", backend="gloo", settings=settings
+            )
+            patched.setattr(dist, "destroy_process_group", _interrupted_once(dist.destroy_process_group))
+            with pytest.raises(Interrupt):
+                destroy_distributed_environment()
+            assert dist.is_initialized()
+            destroy_distributed_environment()
+            assert not dist.is_initialized()
+    return True
+
+
+def _interrupted_once(call: Callable[..., None]) -> Callable[..., None]:
+    calls = list[int]()
+
+    def interrupted(*args: Any) -> None:
+        if not args and not calls:
+            calls.append(1)
+            raise Interrupt
+        call(*args)
+
+    return interrupted
+
+
+@pytest.mark.guarantee("G9")
+def test_an_interrupted_end_of_torchs_world_is_finished_by_the_next_call(ranks2: RankPool) -> None:
+    """The world stays ours until torch has let it go; then the next one can be joined."""
+    assert ranks2.run(interrupted_in_torch) == [True, True]

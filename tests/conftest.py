@@ -85,6 +85,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[temporary], ignore_errors=True)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of native code, of which `make test-native` runs what is thorough and no proof."""
+    if item.nodeid.startswith("tests/native/"):
+        item.add_marker("native")
+
+
 def pytest_collection_finish() -> None:
     """Hide torch and all tests from the garbage collector, to which they cost 0.4 s each time."""
     gc.collect()

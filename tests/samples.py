@@ -8,8 +8,10 @@ import pytest
 __all__ = ["sampled"]
 
 
-def sampled(every: int, cases: Iterable[Any]) -> list[Any]:
-    """Return the parameters of all cases: the first of each `every` is in the sample, the others are thorough.
+def sampled(
+    every: int, cases: Iterable[Any], others: pytest.MarkDecorator = pytest.mark.thorough
+) -> list[Any]:
+    """Return the parameters of all cases: the first of each `every` is in the sample, the others are marked.
 
     In a product of dimensions whose sizes have no divisor in common with `every`, each value of each dimension is in
     the sample.
@@ -17,11 +19,12 @@ def sampled(every: int, cases: Iterable[Any]) -> list[Any]:
     Args:
         every: How many cases the sample has one of.
         cases: The parameter of each case, or a tuple of its parameters.
+        others: The mark of those that are not in the sample.
     """
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
-            marks=pytest.mark.thorough if place % every else (),
+            marks=others if place % every else (),
         )
         for place, case in enumerate(cases)
     ]

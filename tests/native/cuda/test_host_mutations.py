@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 
 import pytest
 
+from tests.samples import sampled
+
 ROOT: Final = Path(__file__).parents[3]
 UNIT: Final = "tests/unit/device_comm"
 MULTIPROC: Final = "tests/multiproc/device_comm"
@@ -364,8 +366,9 @@ def test_every_mistake_fits_the_source() -> None:
         assert text.count(mistake.right) == 1, name
 
 
+# `make test-native` takes a third of them, `make test-thorough` the others.
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", sampled(3, MISTAKES, pytest.mark.proof))
 def test_every_mistake_is_noticed(name: str, tmp_path: Path) -> None:
     """The tests that name the mistake's part fail with it, and not for another reason than an assertion."""
     mistake = MISTAKES[name]

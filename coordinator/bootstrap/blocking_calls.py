@@ -23,7 +23,12 @@ _LONGEST_PAUSE_S: Final = 0.02
 _PART_OF_WAIT: Final = 0.125
 
 
-def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[], None]) -> Result:
+def run_interruptibly(
+    action: Callable[[], Result],
+    name: str,
+    check: Callable[[], None],
+    release: Callable[[Result], None] | None = None,
+) -> Result:
     """Run `action` on a thread, and wait for it while watching for Ctrl-C and dead peers.
 
     Args:
@@ -31,30 +36,40 @@ def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[
         name: Name of the thread.
         check: Called about ten times a second. An exception from it ends the wait; the thread then runs on
             until the action's own deadline, and its result is dropped.
+        release: Called with a result that is dropped, on either thread.
 
     Returns:
         What `action` returned.
     """
     outcome: Future[Result] = Future()
 
-    def body() -> None:
+    def body(outcome: Future[Result]) -> None:
         try:
             outcome.set_result(action())
         except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
             outcome.set_exception(error)
+        finally:
+            del outcome
 
-    thread = DaemonThread(body, f"group-coordinator-{name}")
-    thread.start()
-    while True:
-        thread.join(0.1)
-        if not thread.is_alive():
-            try:
+    def drop(dropped: Future[Result]) -> None:
+        if release is not None and dropped.exception() is None:
+            release(dropped.result())
+
+    try:
+        thread = DaemonThread(body, f"group-coordinator-{name}", (outcome,))
+        thread.start()
+        while True:
+            thread.join(0.1)
+            if not thread.is_alive():
                 return outcome.result()
-            finally:
-                # An error that it holds holds this frame, and with it the caller's store until the garbage collector
-                # runs: a rank that tries again would find its own port in use.
-                del outcome
-        check()
+            check()
+    except BaseException:
+        outcome.add_done_callback(drop)  # now, or once there is a result
+        raise
+    finally:
+        # An error that it holds holds both frames, and with them the caller's store until the garbage collector runs: a
+        # rank that tries again would find its own port in use.
+        del outcome
 
 
 def pause_after(waited_s: float) -> float:

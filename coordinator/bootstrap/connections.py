@@ -21,6 +21,7 @@ from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
 from coordinator.bootstrap.secured import store_at
 from coordinator.bootstrap.serving import allow_descriptors, options_of_server
 from coordinator.security.place import Place
+from coordinator.security.store import close
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommError, CommTimeoutError, UsageError
 
@@ -121,7 +122,7 @@ def open_tcp_store(
 
     where = f"rendezvous (rank {rank} of {world_size})"
     try:
-        return run_interruptibly(connect, "rendezvous", check)
+        return run_interruptibly(connect, "rendezvous", check, close)
     except dist.DistError as error:
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             raise CommTimeoutError(

@@ -295,24 +295,18 @@ def _meet_by_environment(
     check_place(rank, world_size, "env://")
     if is_elastic and not launch.use_agent_store:
         raise _ends_with_rank_0("env:// without an agent's store")
-    serve = rank == 0 and not launch.use_agent_store
-    host, port, run = (
-        launch.master_addr,
-        launch.master_port,
-        f"{launch.run_id or 'run'}/{launch.restart_count}",
-    )
-    # The agent's store cannot be a secured one: it tells where that is.
-    place = None if launch.use_agent_store else place_of(settings, f"{run} {host}:{port}", rank, world_size)
-    store = open_tcp_store(host, port, rank, world_size, serve, settings, place, spans_hosts=False)
-    # The agent's store outlives worker restarts and is the same for every world of this process, so each world gets
-    # its own prefix. A store that rank 0 serves is new for each world, and its prefix has no number: a rank that once
-    # gave up before rank 0 joined would use a different prefix from the others ever after.
-    number = f"/{next(_worlds)}" if launch.use_agent_store else ""
-    attempt = dist.PrefixStore(f"{run}{number}", store)
+    host, port = launch.master_addr, launch.master_port
+    run = f"{launch.run_id or 'run'}/{launch.restart_count}"
     if not launch.use_agent_store:
-        return Rendezvous(attempt, rank, world_size, leaving(attempt, rank, world_size))
-    met = Rendezvous(attempt, rank, world_size, _nothing)
-    return _behind_hint(met, f"{run}{number}", settings, launch.agents > 1)
+        # Rank 0's store is new for each world, so the prefix of its keys has no number: a rank that once gave up before
+        # rank 0 joined would use a different one from the others ever after.
+        return meet_at_rank_0(host, port, rank, world_size, settings, run=run)
+    # The agent's store cannot be a secured one: it tells where that is.
+    store = open_tcp_store(host, port, rank, world_size, serve=False, settings=settings, place=None)
+    # It outlives worker restarts and is the same for every world of this process, so each world gets its own prefix.
+    run = f"{run}/{next(_worlds)}"
+    met = Rendezvous(dist.PrefixStore(run, store), rank, world_size, _nothing)
+    return _behind_hint(met, run, settings, launch.agents > 1)
 
 
 def _behind_hint(

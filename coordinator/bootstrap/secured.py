@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Final
 
 import msgspec
@@ -23,6 +24,8 @@ __all__ = ["meet_by_hint", "place_of", "store_at"]
 
 _HINT: Final = "group_coordinator/endpoint"
 _LONGEST_HINT: Final = 256
+# How much longer than `create_timeout_s` the launcher's store may take, whose calls have no deadline of their own.
+_ANSWER_S: Final = 2.0
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,24 +75,19 @@ def store_at(
     Raises:
         UsageError: Rank 0 cannot listen there, or refuses this rank.
         CommTimeoutError: No store of this run answered there; `.missing` names rank 0.
-        ClosedError: `over` was set.
+        ClosedError: `over` was set meanwhile.
     """
     from coordinator.security.opening import connect_to, serve_at  # it loads zmq
 
-    def check() -> None:
-        if over.is_set():
-            raise ClosedError(f"{place.where}: nobody waits any more")
-
+    check = partial(_check_awaited, place, over)
     if place.rank == 0:
-        store = serve_at(place, address, (port, port), timeout_s, check, descriptor)
-    else:
-        store = connect_to(place, address, port, timeout_s, check, told_by=told_by)
-    try:
-        check()
-    except ClosedError:
-        store.close()
-        raise
-    return store
+        return serve_at(place, address, (port, port), timeout_s, check, descriptor)
+    return connect_to(place, address, port, timeout_s, check, told_by=told_by)
+
+
+def _check_awaited(place: Place, over: threading.Event) -> None:
+    if over.is_set():
+        raise ClosedError(f"{place.where}: nobody waits any more")
 
 
 def meet_by_hint(
@@ -110,26 +108,42 @@ def meet_by_hint(
 
     Raises:
         DecodeError: The other store names no endpoint.
-        CommTimeoutError: No store of this run answered at the endpoint in time; the text names it.
+        CommTimeoutError: No store of this run answered at the endpoint in time; the text names it. Or the other store
+            did not answer.
     """
     from coordinator.security.opening import serve_at  # it loads zmq
 
-    timeout_s, over = settings.create_timeout_s, threading.Event()
+    timeout_s, over, is_told = settings.create_timeout_s, threading.Event(), threading.Event()
+    end = time.monotonic() + timeout_s + _ANSWER_S
+
+    def check_all() -> None:
+        check()
+        if not is_told.is_set() and time.monotonic() >= end:
+            raise CommTimeoutError(
+                f"{place.where}: the launcher's store did not answer within {timeout_s + _ANSWER_S:.1f} s"
+            )
 
     def serve() -> SecuredStore:
         allow_descriptors(place.world_size)
-        ports = settings.remote_port_range
-        store = serve_at(place, address, ports, timeout_s, check)
-        outer.set(_HINT, msgspec.json.encode(Hint(address, store.port)).decode())
+        check_awaited = partial(_check_awaited, place, over)
+        store = serve_at(place, address, settings.remote_port_range, timeout_s, check_awaited)
+        try:
+            check_awaited()
+            outer.set(_HINT, msgspec.json.encode(Hint(address, store.port)).decode())
+        except BaseException:
+            store.close()
+            raise
+        is_told.set()
         return store
 
     def find() -> SecuredStore:
         hint = _await_hint(place, outer, timeout_s, over)
+        is_told.set()
         told_by = f", which the launcher's store names as rank 0's endpoint{_UNTRUSTED},"
         return store_at(place, hint.address, hint.port, timeout_s, over, told_by=told_by)
 
     try:
-        return run_interruptibly(find if place.rank else serve, "rendezvous", check)
+        return run_interruptibly(find if place.rank else serve, "rendezvous", check_all, SecuredStore.close)
     except dist.DistError as error:
         raise torch_error(
             f"{place.where}: lost the connection to the launcher's store: {error}", "Store"

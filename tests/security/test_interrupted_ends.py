@@ -1,6 +1,7 @@
-"""A world that is left by an interrupted call, or by a signal handler, leaves nothing open."""
+"""A world that is joined or left by an interrupted call, or left by a signal handler, leaves nothing open."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,18 +11,22 @@ import pytest
 import torch.distributed as dist
 
 from coordinator.bootstrap import rendezvous
+from coordinator.bootstrap import secured as meeting
 from coordinator.bootstrap.methods.address import Rendezvous, join_address
 from coordinator.bootstrap.rendezvous import join_rendezvous, leave_world
+from coordinator.bootstrap.secured import meet_by_hint
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
 from coordinator.security import client as client_module
+from coordinator.security.store import secured
 from coordinator.settings import CoordinatorSettings
-from shm_broadcast.errors import CommTimeoutError, UsageError
+from shm_broadcast.errors import CommTimeoutError, NativeError, UsageError
 from shm_broadcast.liveness import fork_count
 from tests.handlers import Interrupt, handling_at, raising_at
 from tests.harness import RankPool
 from tests.leaks import Snapshot, leaked_since
 from tests.ports import free_port, listening_addresses
-from tests.secured import HERE, VALUE
+from tests.secured import HERE, VALUE, check_nothing, place, server_of
+from tests.waiting import wait_until
 
 LEAVING = ("/bootstrap/rendezvous.py", "/methods/address.py", "/security/store.py", "/security/client.py")
 
@@ -105,6 +110,86 @@ def test_ctrl_c_while_rank_0_waits_for_the_others_to_leave_ends_its_store(tmp_pa
         other.store.check(["a"])
     other.leave()
     join_address(HERE, port, 0, 1, settings).leave()
+
+
+class SlowStore(dist.HashStore):
+    """The store of an agent that is stopped until `goes_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        assert self.goes_on.wait(60.0)
+        super().set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.goes_on.wait(60.0) and super().check(keys)
+
+
+def by_hint(outer: dist.Store, rank: int, check: Callable[[], None], timeout_s: float = 0.1) -> None:
+    settings = CoordinatorSettings.resolve({}, create_timeout_s=timeout_s)
+    meet_by_hint(place(rank), outer, HERE, settings, check)
+
+
+@pytest.mark.guarantee("K7")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launchers_store_that_does_not_answer_ends_the_meeting_at_the_deadline(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls have no deadline of their own. Once it answers, what was opened meanwhile is closed."""
+    monkeypatch.setattr(meeting, "_ANSWER_S", 0.1)
+    before = Snapshot.take()
+    outer = SlowStore()
+    with pytest.raises(CommTimeoutError, match="the launcher's store did not answer within 0.2 s"):
+        by_hint(outer, rank, check_nothing)
+    outer.goes_on.set()
+    assert leaked_since(before) == []
+
+
+def test_rank_0_that_is_interrupted_while_it_meets_by_hint_leaves_no_store() -> None:
+    """Nobody takes the store that a thread has opened meanwhile."""
+    before = Snapshot.take()
+    outer = SlowStore()
+    with pytest.raises(StruckError):
+        by_hint(outer, 0, strike, timeout_s=60.0)
+    outer.goes_on.set()
+    assert leaked_since(before) == []
+    assert listening_addresses() == []
+
+
+class EndedStore(dist.HashStore):
+    """The store of an agent that has ended."""
+
+    def set(self, key: str, value: str) -> None:
+        raise dist.DistNetworkError("planted")
+
+
+def test_rank_0_that_cannot_tell_where_it_serves_does_not_serve() -> None:
+    """Its own store is closed."""
+    outer = EndedStore()
+    before = Snapshot.take()
+    with pytest.raises(NativeError, match="lost the connection to the launcher's store: planted"):
+        by_hint(outer, 0, check_nothing, timeout_s=60.0)
+    assert leaked_since(before) == []
+
+
+def test_a_rank_that_gets_no_answer_whether_it_has_left_closes_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's process is stopped just then. It does not count this rank as a member afterwards."""
+    settings, port = settings_of(tmp_path, create_timeout_s=0.3), free_port()
+    first = join_address(HERE, port, 0, 2, settings)
+    store = secured(first.store)
+    assert store is not None
+    before = Snapshot.take()
+    with monkeypatch.context() as patched:
+        patched.setattr(server_of(store), "_answer", lambda *_: None)
+        with pytest.raises(CommTimeoutError, match="did not answer within 0.3 s"):
+            join_address(HERE, port, 1, 2, settings)
+    assert leaked_since(before) == []
+    wait_until(lambda: 1 not in server_of(store)._members, "the rank's BYE at the server")
+    first.leave()
 
 
 def destroyed_by_a_handler(rank: int, world_size: int, directory: Path) -> list[str]:

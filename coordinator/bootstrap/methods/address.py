@@ -86,15 +86,25 @@ def meet_at_rank_0(
     world_size: int,
     settings: CoordinatorSettings,
     spans_hosts: bool = False,
+    run: str = "",
 ) -> Rendezvous:
-    """Return a store that rank 0 serves at this address, and which this rank has not left before."""
+    """Return a store that rank 0 serves at this address, and which this rank has not left before.
+
+    The keys of a `run` that has a name are below that.
+    """
     end = time.monotonic() + settings.create_timeout_s
-    place = place_of(settings, f"{host}:{port}", rank, world_size)
+    place = place_of(settings, f"{run} {host}:{port}".lstrip(), rank, world_size)
     while True:
         store = open_tcp_store(host, port, rank, world_size, rank == 0, settings, place, spans_hosts)
-        if rank == 0 or not _was_left(store, rank, settings):
-            leave = leaving(store, rank, world_size)
-            return Rendezvous(store, rank, world_size, leave, spans_hosts)
+        if run:
+            store = dist.PrefixStore(run, store)
+        try:
+            if rank == 0 or not _was_left(store, rank, settings):
+                leave = leaving(store, rank, world_size)
+                return Rendezvous(store, rank, world_size, leave, spans_hosts)
+        except BaseException:
+            secured_store.close(store)
+            raise
         # Rank 0 is still about to leave the last world at this address, and will serve the next one here.
         secured_store.close(store)
         del store

@@ -9,7 +9,18 @@ from coordinator.security.secret import Secret
 from coordinator.security.server import StoreServer
 from coordinator.security.store import SecuredStore
 
-__all__ = ["DEADLINE_S", "HERE", "SECRET", "VALUE", "check_nothing", "joined", "place", "served", "server_of"]
+__all__ = [
+    "DEADLINE_S",
+    "HERE",
+    "SECRET",
+    "VALUE",
+    "check_nothing",
+    "joined",
+    "place",
+    "ranks_of",
+    "served",
+    "server_of",
+]
 
 HERE = "127.0.0.1"
 VALUE = bytes(range(64))
@@ -55,3 +66,8 @@ def server_of(store: SecuredStore) -> StoreServer:
     server = store._server
     assert server is not None
     return server
+
+
+def ranks_of(store: SecuredStore) -> list[int]:
+    """Return the ranks that are connected to rank 0's store, one for each process."""
+    return sorted(each.rank for each in server_of(store)._members)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -104,6 +105,7 @@ class StoreClient:
         """
         self.generation: bytes = NO_GENERATION
         self._rank = rank
+        self._process = secrets.randbits(64)
         self._url = endpoint.url()
         self._fields: LogFields = log_fields(rank=rank)
         self._numbers = itertools.count(1)
@@ -362,7 +364,7 @@ class StoreClient:
                 self._again_at = time.monotonic() + _PAUSE_S
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self._again_at = None
-                self._dealer.send(pack(Kind.HELLO, self._rank, 0, NO_GENERATION), zmq.NOBLOCK)
+                self._dealer.send(pack(Kind.HELLO, self._rank, self._process, NO_GENERATION), zmq.NOBLOCK)
             elif event == zmq.Event.CONNECTED:
                 self._connections += 1
             elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:

@@ -12,8 +12,9 @@ Each is one ZeroMQ message over a connection with CURVE. It begins with 32 bytes
 | 16 | 16 | the store's generation; zeros in HELLO |
 
 A question or an answer in msgpack follows, or a text in UTF-8: the reason of a refusal, or how a rank was lost, whose
-number LOST has in place of that of a question. BYE and END say that a rank, and rank 0, leave; BEAT only shows whether
-a connection is there.
+number LOST has in place of that of a question. HELLO has a random number there, which a process repeats if it says it
+once more, because its connection has ended before it was welcomed. BYE and END say that a rank, and rank 0, leave; BEAT
+only shows whether a connection is there.
 """
 
 from __future__ import annotations

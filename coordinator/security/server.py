@@ -47,16 +47,27 @@ _FAREWELL_MS: Final = 200
 _END_S: Final = 5.0
 # A connection that zmq says has ended is looked for this long, since zmq lets go of it a little later.
 _SUSPECTED_S: Final = 2.0
+# How long what it has sent may take to be read, where others never stop to send.
+_READ_S: Final = 1.0
 _LOOK_S: Final = 0.02
 # Answers to one batch of questions before the thread looks at the handshakes again.
 _BATCH: Final = 64
 
 
 class _Member(NamedTuple):
-    """A rank's connection: zmq's name of it, and the descriptor by which zmq tells that it has ended."""
+    """A connection of a rank.
 
+    Attributes:
+        rank: The rank of its key.
+        route: zmq's name of it.
+        descriptor: By which zmq tells that it has ended; the kernel gives it to another one soon.
+        process: A random number of who connects, which a process that connects again repeats.
+    """
+
+    rank: int
     route: bytes
     descriptor: int
+    process: int
 
 
 class StoreServer:
@@ -94,8 +105,8 @@ class StoreServer:
         self._table = Table()
         self._fields: LogFields = log_fields(rank=0)
         self._refused = 0
-        self._members: dict[int, _Member] = {}
-        self._suspects: dict[int, float] = {}  # until when the connection of a rank is looked for
+        self._members: list[_Member] = []  # in the order of their HELLO
+        self._suspects: dict[bytes, float] = {}  # since when a connection is looked for, by route
         self._lost: dict[int, str] = {}
         self._forks = fork_count()
         self._is_stopping = False
@@ -159,7 +170,7 @@ class StoreServer:
         linger_ms = 0
         try:
             self._loop()
-            for member in self._members.values():
+            for member in self._members:
                 self._say(member.route, pack(Kind.END, 0, 0, self.generation))
             linger_ms = _FAREWELL_MS
         except Exception:
@@ -190,29 +201,31 @@ class StoreServer:
             poller.poll(int((_LOOK_S if self._suspects else _TIDY_S) * 1000))
             self._gatekeeper.answer()
             # Before the records are read, among which there may be a BYE.
-            ended = self._ended()
-            self._drain()
+            self._suspect(self._ended())
+            is_drained = self._drain()
             now = time.monotonic()
-            self._look_for(ended, now)
+            self._judge(now, is_drained)
             if now >= tidy_at:
                 self._table.expire(now)
                 tidy_at = now + _TIDY_S
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Answer a batch of records; return whether there are no more."""
         for _ in range(_BATCH):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return True
             # zmq attaches the rank that the gatekeeper has found for the key of this connection.
             rank, route, content = int(frames[-1].get("User-Id")), frames[0].bytes, frames[-1]
             if len(frames) != 2:
                 self._note(rank, f"it has {len(frames) - 1} frames")
                 continue
             try:
-                self._hear(rank, _Member(route, int(content.get(zmq.SRCFD))), unpack(content.buffer))
+                self._hear(rank, route, int(content.get(zmq.SRCFD)), unpack(content.buffer))
             except DecodeError as error:
                 self._note(rank, str(error))
+        return False
 
     def _ended(self) -> set[int]:
         """Return the descriptors of connections that have ended, as zmq tells."""
@@ -221,59 +234,69 @@ class StoreServer:
             ended.add(int(recv_monitor_message(self._monitor)["value"]))
         return ended
 
-    def _look_for(self, ended: set[int], now: float) -> None:
-        """Tell all ranks of those whose connection has ended without a BYE.
-
-        The kernel gives a descriptor to another connection soon, so what zmq tells is only a suspicion.
-        """
+    def _suspect(self, ended: set[int]) -> None:
+        """Look for the connections of these descriptors. They may be new ones, which have got them since."""
         if ended:
-            until = now + _SUSPECTED_S
-            suspects = [rank for rank, member in self._members.items() if member.descriptor in ended]
-            self._suspects.update(dict.fromkeys(suspects, until))
-        for rank, until in list(self._suspects.items()):
-            member = self._members.get(rank)
-            if member is None or now > until:
-                del self._suspects[rank]
-            elif not self._say(member.route, pack(Kind.BEAT, 0, 0, self.generation)):
-                del self._suspects[rank], self._members[rank]
-                self._lose(rank)
+            now = time.monotonic()
+            self._suspects.update({each.route: now for each in self._members if each.descriptor in ended})
 
-    def _lose(self, rank: int) -> None:
-        self._lost[rank] = "its connection to the store of rank 0 broke"
-        logger.warning("lost rank %d: %s", rank, self._lost[rank], extra=self._fields.copy())
-        for other in list(self._members.values()):
-            self._tell_of(rank, other.route)
+    def _judge(self, now: float, is_drained: bool) -> None:
+        """Tell all ranks of those whose connection has ended without a BYE, which may be among what is not read yet."""
+        if not self._suspects:
+            return
+        for member in [each for each in self._members if each.route in self._suspects]:
+            waited_s = now - self._suspects[member.route]
+            if not is_drained and waited_s < _READ_S:
+                continue
+            if not self._say(member.route, pack(Kind.BEAT, 0, 0, self.generation)):
+                self._leave(member, "its connection to the store of rank 0 broke")
+            elif waited_s > _SUSPECTED_S:
+                del self._suspects[member.route]
+
+    def _leave(self, member: _Member, lost: str = "") -> None:
+        """Forget a connection. If it was lost, so is the rank, unless it is that of another process that came first."""
+        first = next(each for each in self._members if each.rank == member.rank)
+        self._members.remove(member)
+        self._suspects.pop(member.route, None)
+        if lost and first == member:
+            self._lost[member.rank] = lost
+            logger.warning("lost rank %d: %s", member.rank, lost, extra=self._fields.copy())
+            for other in self._members:
+                self._tell_of(member.rank, other.route)
 
     def _tell_of(self, lost: int, route: bytes) -> None:
         self._say(route, pack(Kind.LOST, 0, lost, self.generation, self._lost[lost].encode()))
 
-    def _welcome(self, rank: int, member: _Member, number: int) -> None:
-        self._members[rank] = member
-        self._suspects.pop(rank, None)
-        self._say(member.route, pack(Kind.WELCOME, 0, number, self.generation))
+    def _welcome(self, member: _Member) -> None:
+        # The connection on which it said HELLO before has ended, and the rank never knew that it was welcomed on that.
+        for each in list(self._members):
+            if each.route == member.route or (each.rank, each.process) == (member.rank, member.process):
+                self._leave(each)
+        self._members.append(member)
+        self._say(member.route, pack(Kind.WELCOME, 0, member.process, self.generation))
         for lost in self._lost:
             self._tell_of(lost, member.route)
 
-    def _hear(self, rank: int, member: _Member, record: Record) -> None:
+    def _hear(self, rank: int, route: bytes, descriptor: int, record: Record) -> None:
         """Answer a record on a connection whose key belongs to `rank`; its body is decoded only if it fits to that."""
         if record.rank != rank:
             why = f"it says rank {record.rank}, and its key belongs to rank {rank}"
         elif record.kind == Kind.HELLO:
-            self._welcome(rank, member, record.number)
+            self._welcome(_Member(rank, route, descriptor, record.number))
             return
         elif record.kind == Kind.BYE:
-            if self._members.get(rank) == member:
-                del self._members[rank]
+            for each in [each for each in self._members if each.route == route]:
+                self._leave(each)
             return
         elif record.kind != Kind.QUESTION:
             why = f"a record of unknown kind {record.kind}"
         elif record.generation != self.generation:
             why = "it belongs to an earlier start of this job"
         else:
-            self._answer(Asker(member.route, record.number), record.body)
+            self._answer(Asker(route, record.number), record.body)
             return
         self._note(rank, why)
-        self._say(member.route, pack(Kind.REFUSED, 0, record.number, self.generation, why.encode()))
+        self._say(route, pack(Kind.REFUSED, 0, record.number, self.generation, why.encode()))
 
     def _answer(self, asker: Asker, body: memoryview) -> None:
         try:

@@ -25,7 +25,7 @@ from tests.handlers import Interrupt, handling_at, raising_at
 from tests.harness import RankPool
 from tests.leaks import Snapshot, leaked_since
 from tests.ports import free_port, listening_addresses
-from tests.secured import HERE, VALUE, check_nothing, place, server_of
+from tests.secured import HERE, VALUE, check_nothing, place, ranks_of, server_of
 from tests.waiting import wait_until
 
 LEAVING = ("/bootstrap/rendezvous.py", "/methods/address.py", "/security/store.py", "/security/client.py")
@@ -188,7 +188,7 @@ def test_a_rank_that_gets_no_answer_whether_it_has_left_closes_its_connection(
         with pytest.raises(CommTimeoutError, match="did not answer within 0.3 s"):
             join_address(HERE, port, 1, 2, settings)
     assert leaked_since(before) == []
-    wait_until(lambda: 1 not in server_of(store)._members, "the rank's BYE at the server")
+    wait_until(lambda: 1 not in ranks_of(store), "the rank's BYE at the server")
     first.leave()
 
 

@@ -3,18 +3,23 @@
 import socket
 import threading
 import time
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
+import zmq
 
 from coordinator.security import client as client_module
 from coordinator.security import server as server_module
+from coordinator.security.keys import keys_of_rank, keys_of_store
 from coordinator.security.opening import connect_to, serve_at
+from coordinator.security.records import NO_GENERATION, Kind, pack
 from coordinator.security.store import SecuredStore
 from tests.handlers import handling_at, raising_at
 from tests.leaks import Snapshot, leaked_since
 from tests.relay import relay_to
-from tests.secured import DEADLINE_S, HERE, check_nothing, joined, place, served, server_of
-from tests.waiting import wait_until
+from tests.secured import DEADLINE_S, HERE, SECRET, check_nothing, joined, place, ranks_of, served, server_of
+from tests.waiting import sleeping_in, wait_until
 
 NULL_GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\3\0NULL" + bytes(48)
 
@@ -104,5 +109,75 @@ def test_a_close_waits_a_while_only_for_who_is_being_told_of_a_loss(
             assert is_told.wait(DEADLINE_S)
             second.close()
         assert "has not ended within 0.2 s, and will later" in caplog.text
-        wait_until(lambda: 1 not in server_of(first)._members, "the rank's BYE at the server")
+        wait_until(lambda: 1 not in ranks_of(first), "the rank's BYE at the server")
     assert leaked_since(before) == []
+
+
+# --- members --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("K10")
+def test_a_second_process_with_the_rank_of_a_live_one_changes_nothing_for_that() -> None:
+    """Neither that it leaves nor that it dies: the first one is told of losses, its own is told, and it gets END."""
+    told: dict[int, list[int]] = {0: [], 1: []}
+    with ExitStack() as stack:
+        first = stack.enter_context(served())
+        relay, of_two = stack.enter_context(relay_to(first.port)), stack.enter_context(relay_to(first.port))
+        first.watch(lambda rank, _: told[0].append(rank))
+        (one,) = stack.enter_context(joined(relay.port, 1))
+        one.watch(lambda rank, _: told[1].append(rank))
+        with joined(first.port, 1):
+            assert ranks_of(first) == [0, 1, 1]
+        wait_until(lambda: ranks_of(first) == [0, 1], "the BYE of the second process")
+        with relay_to(first.port) as its_relay, joined(its_relay.port, 1):
+            its_relay.close()
+            wait_until(lambda: ranks_of(first) == [0, 1], "the end of the second process")
+        assert told == {0: [], 1: []}
+        stack.enter_context(joined(of_two.port, 2))
+        of_two.close()
+        wait_until(lambda: told == {0: [2], 1: [2]}, "both ranks to learn of a loss")
+        with joined(first.port, 1):
+            relay.close()
+            wait_until(lambda: told[0] == [2, 1], "rank 0 to learn of the loss of the first process")
+
+
+def dialled(context: zmq.Context[Any], rank: int, port: int) -> zmq.Socket[bytes]:
+    """Return the socket of a rank that has said HELLO."""
+    keys = keys_of_rank(SECRET, "run", rank)
+    dialling: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    dialling.set(zmq.CURVE_SERVERKEY, keys_of_store(SECRET, "run").public)
+    dialling.set(zmq.CURVE_PUBLICKEY, keys.public)
+    dialling.set(zmq.CURVE_SECRETKEY, keys.secret())
+    dialling.connect(f"tcp://{HERE}:{port}")
+    dialling.send(pack(Kind.HELLO, rank, 0, NO_GENERATION))
+    return dialling
+
+
+@pytest.mark.guarantee("K10")
+def test_ranks_that_leave_in_order_are_not_lost_though_many_leave_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread of rank 0 has come to other things for a while, and then reads a part of what came, 128 BYEs."""
+    many, lost = 2 * server_module._BATCH, list[int]()
+    with served(world_size=many + 1) as first:
+        first.watch(lambda rank, _: lost.append(rank))
+        server, goes_on = server_of(first), threading.Event()
+        context: zmq.Context[Any] = zmq.Context()
+        ranks = [dialled(context, rank, first.port) for rank in range(1, many + 1)]
+        wait_until(lambda: len(ranks_of(first)) == 1 + many, "all to be welcomed")
+        expire = server._table.expire
+
+        def expire_late(now: float) -> None:
+            assert goes_on.wait(DEADLINE_S)
+            expire(now)
+
+        monkeypatch.setattr(server._table, "expire", expire_late)
+        wait_until(lambda: sleeping_in("expire_late"), "the thread of rank 0")
+        for number, rank in enumerate(ranks, 1):
+            rank.send(pack(Kind.BYE, number, 0, server.generation))
+            rank.close(1000)
+        context.term()
+        goes_on.set()
+        wait_until(lambda: ranks_of(first) == [0], "all to have left")
+        assert not first.check(["a"])  # what the server has told before has arrived
+    assert lost == []

@@ -42,7 +42,7 @@ from coordinator.security.table import Asker, Table
 from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import CommTimeoutError, DecodeError, NativeError, UsageError
 from tests.relay import relay_to
-from tests.secured import HERE, SECRET, VALUE, joined, served, server_of
+from tests.secured import HERE, SECRET, VALUE, joined, ranks_of, served, server_of
 from tests.waiting import wait_until
 
 STRANGERS = 100
@@ -319,8 +319,7 @@ def test_recorded_bytes_are_refused(decoded: list[str], to: str) -> None:
     with served() as first, relay_to(first.port) as relay:
         with joined(relay.port, 1) as (rank,):
             rank.set("recorded", "1")
-        server: Any = server_of(first)
-        wait_until(lambda: 1 not in server._members, "the rank's BYE at the server")
+        wait_until(lambda: 1 not in ranks_of(first), "the rank's BYE at the server")
         recorded = bytes(relay.recorded[0])
         assert len(recorded) > 300
         for held in (VALUE[8:24], keys_of_rank(SECRET, "run", 1).secret(), b"recorded"):

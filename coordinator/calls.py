@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NoReturn, Required, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -120,6 +120,17 @@ class Calls:
             error.is_told = True
             # The refused call has its place behind the calls that are open.
             self._line.follow(name, partial(self._health.refuse, plane, f"{name}: {error}"))
+
+    def refuse_unadmitted(self, name: str, error: UsageError) -> NoReturn:
+        """Raise `error`, which refuses a collective of the device plane before it was admitted; see `refuse`.
+
+        Raises:
+            UsageError: The refusal.
+            Others: As `enter`: a group that cannot be used says so first.
+        """
+        self.enter(name, in_line=False)
+        self.refuse(name, error, "device")
+        raise error
 
     @overload
     def run(

@@ -109,7 +109,7 @@ class CoalescedCollectives(GroupPlanes):
             return compile_ops.trace_list(name, self, tensors, timeout_s, **arguments)
         if async_op:
             # The handle of a wrong call may be dropped, so it is refused here.
-            with self._calls.call(name, timeout_s, in_line=False):
+            with self._calls.call(name, timeout_s, in_line=False, plane="device"):
                 tensors = coalesced.checked(self.device_communicator, tensors, method, **arguments)
         make = partial(getattr(coalesced, method), self.device_communicator, **arguments)
         # A list of our own, which the caller cannot change while the call is open. `make` refuses other types.

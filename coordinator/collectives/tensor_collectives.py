@@ -153,7 +153,8 @@ class TensorCollectives(TensorOutputs, FusedReductions, CoalescedCollectives, Ex
         """
         if output_tensor_list is not None:
             if out is not None:
-                raise UsageError("all_gather takes out or output_tensor_list, not both")
+                refusal = UsageError("all_gather takes out or output_tensor_list, not both")
+                self._calls.refuse_unadmitted("all_gather", refusal)
             return self._gather_into_list(input_, output_tensor_list, timeout_s, async_op)
         if out is not None:
             return self._into(
@@ -245,7 +246,10 @@ class TensorCollectives(TensorOutputs, FusedReductions, CoalescedCollectives, Ex
         """
         if output is not None:
             if not isinstance(input_, torch.Tensor):
-                raise UsageError("all_gatherv: an output takes the result of one tensor, not of a sequence")
+                refusal = UsageError(
+                    "all_gatherv: an output takes the result of one tensor, not of a sequence"
+                )
+                self._calls.refuse_unadmitted("all_gatherv", refusal)
             name = "all_gatherv_into_output"
             return self._into(name, input_, output, timeout_s, async_op, dim=dim, sizes=sizes)
         if not async_op and isinstance(input_, (list, tuple)):

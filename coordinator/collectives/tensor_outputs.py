@@ -48,7 +48,10 @@ class TensorOutputs(TensorReductions):
         Raises:
             UsageError: The output does not fit, or it overlaps itself or the input otherwise. Nothing was sent.
         """
-        rows = _flat_parts(output, input, self.world_size, "all_gather_into_tensor", writes=True)
+        try:
+            rows = _flat_parts(output, input, self.world_size, "all_gather_into_tensor", writes=True)
+        except UsageError as error:
+            self._calls.refuse_unadmitted("all_gather_into_tensor", error)
         name, own = "all_gatherv_into_output", input.reshape(1, -1)
         return self._into(name, own, rows, timeout_s, async_op, result=output, dim=0, sizes=None)
 
@@ -74,8 +77,12 @@ class TensorOutputs(TensorReductions):
         Raises:
             UsageError: The output does not fit, or it overlaps itself or the input otherwise. Nothing was sent.
         """
-        rows = _flat_parts(input, output, self.world_size, "reduce_scatter_tensor", writes=False)
-        name, own = "reduce_scatterv_into_output", _flat_row(output, "reduce_scatter_tensor")
+        try:
+            rows = _flat_parts(input, output, self.world_size, "reduce_scatter_tensor", writes=False)
+            own = _flat_row(output, "reduce_scatter_tensor")
+        except UsageError as error:
+            self._calls.refuse_unadmitted("reduce_scatter_tensor", error)
+        name = "reduce_scatterv_into_output"
         return self._into(name, rows, own, timeout_s, async_op, result=output, dim=0, sizes=None, op=op)
 
     def all_to_all_single(

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from coordinator import group_registry
 from coordinator.gradients import lost_gradient, refuse_lost_gradient, wants_gradient
@@ -102,9 +103,16 @@ def trace(
     # In a group of one the method returns its input, and so does a traced call; an operation could not.
     if group.world_size == 1 and name != "broadcast":
         return input_
-    if wants_gradient(input_) and not (name in BACKWARD and is_linear(_named(arguments.get("op", SUM)))):
-        raise lost_gradient(name, "sums and means have gradients; for others pass tensor.detach()")
-    result: torch.Tensor = _add(name, group, (input_,), timeout_s, arguments)
+    try:
+        if wants_gradient(input_) and not (name in BACKWARD and is_linear(_named(arguments.get("op", SUM)))):
+            raise lost_gradient(name, "sums and means have gradients; for others pass tensor.detach()")
+        held, limit_s = _all_held(arguments), None if timeout_s is None else seconds(timeout_s)
+    except UsageError as error:
+        if is_dynamo_compiling():
+            raise
+        # An input that requires grad brings calls here that nobody compiles.
+        group_registry.find(group.unique_name, name).calls.refuse_unadmitted(name, error)
+    result: torch.Tensor = _add(name, group, (input_,), limit_s, held)
     return result
 
 
@@ -117,7 +125,8 @@ def trace_writing(
 ) -> torch.Tensor:
     """Trace a call that writes to the last one of `tensors`, and return that one; see `trace`."""
     refuse_lost_gradient(name.replace("broadcast_", "broadcast"), tensors, group.world_size)
-    _add(name, group, tuple(tensors), timeout_s, arguments)
+    limit_s = None if timeout_s is None else seconds(timeout_s)
+    _add(name, group, tuple(tensors), limit_s, _all_held(arguments))
     return tensors[-1]
 
 
@@ -132,7 +141,8 @@ def trace_list(
     refuse_lost_gradient(name, [tensors], group.world_size)
     if group.world_size == 1 or not tensors:
         return list(tensors)
-    results: list[torch.Tensor] = _add(name, group, (list(tensors),), timeout_s, arguments)
+    limit_s = None if timeout_s is None else seconds(timeout_s)
+    results: list[torch.Tensor] = _add(name, group, (list(tensors),), limit_s, _all_held(arguments))
     return results
 
 
@@ -181,22 +191,24 @@ def _add(
     name: str,
     group: GroupPlanes,
     inputs: tuple[object, ...],
-    timeout_s: AnyTimeout,
-    arguments: dict[str, Any],
+    limit_s: float | None,
+    held: Sequence[Any],
 ) -> Any:
-    """Add an operation to the graph that is being traced, or make it."""
+    """Add an operation to the graph that is being traced, or make it; `held` are its other arguments."""
     schema = _SCHEMAS.get(name, "")
     size = (group.world_size,) if "int world_size" in schema else ()
     rank = (group.rank_in_group,) if "int rank" in schema else ()
-    held = [_held(key, value) for key, value in arguments.items()]
     operation = getattr(torch.ops.group_coordinator, name)
-    limit_s = None if timeout_s is None else seconds(timeout_s)
     return operation(*inputs, group.unique_name, *size, *rank, *held, limit_s)
 
 
 def _named(op: object) -> object:
     """Return a reduction as a graph holds it."""
     return op.name.lower() if isinstance(op, enum.Enum) else op
+
+
+def _all_held(arguments: dict[str, Any]) -> list[Any]:
+    return [_held(key, value) for key, value in arguments.items()]
 
 
 def _held(key: str, value: Any) -> Any:

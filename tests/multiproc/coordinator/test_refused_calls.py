@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator import DisagreementError, GroupCoordinator, UsageError
+from coordinator import DisagreementError, GroupCoordinator, ReduceOperation, UsageError
 from tests.harness import RankPool
 from tests.worlds import ApartPool, meet, new_group, world
 
@@ -40,6 +40,36 @@ CALLS: dict[str, tuple[Call, Call]] = {
     "async all_reduce": (
         lambda group: group.all_reduce(torch.ones(4), async_op=True).wait(),
         lambda group: group.all_reduce("tensor", async_op=True).wait(),  # type: ignore[call-overload]
+    ),
+    "async all_reduce_coalesced": (
+        lambda group: group.all_reduce_coalesced([torch.ones(4)], async_op=True).wait(),
+        lambda group: group.all_reduce_coalesced(["tensor"], async_op=True),  # type: ignore[call-overload]
+    ),
+    "all_gather_into_tensor": (
+        lambda group: group.all_gather_into_tensor(torch.empty(group.world_size * 4), torch.ones(4)),
+        lambda group: group.all_gather_into_tensor(torch.empty(3), torch.ones(4)),
+    ),
+    "reduce_scatter_tensor": (
+        lambda group: group.reduce_scatter_tensor(torch.empty(4), torch.ones(group.world_size * 4)),
+        lambda group: group.reduce_scatter_tensor(torch.empty(8)[::2], torch.ones(group.world_size * 4)),
+    ),
+    "with a lost gradient: all_reduce": (
+        lambda group: group.all_reduce(torch.ones(4), ReduceOperation.MAX),
+        lambda group: group.all_reduce(torch.ones(4, requires_grad=True), ReduceOperation.MAX),
+    ),
+    "with a gradient and a wrong deadline: all_gather": (
+        lambda group: group.all_gather(torch.ones(4)),
+        lambda group: group.all_gather(torch.ones(4, requires_grad=True), timeout_s=-1.0),
+    ),
+    "with two outputs: all_gather": (
+        lambda group: group.all_gather(torch.ones(4)),
+        lambda group: group.all_gather(  # type: ignore[call-overload]
+            torch.ones(4), output_tensor_list=[], out=torch.empty(8)
+        ),
+    ),
+    "with an output for several: all_gatherv": (
+        lambda group: group.all_gatherv(torch.ones(4)),
+        lambda group: group.all_gatherv([torch.ones(4)], output=torch.empty(8)),  # type: ignore[call-overload]
     ),
 }
 

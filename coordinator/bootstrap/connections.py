@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from coordinator.addresses.names import await_addresses, is_loopback, refuse_loopback
 from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
-from coordinator.bootstrap.secured import store_at
-from coordinator.bootstrap.serving import allow_descriptors, options_of_server
+from coordinator.bootstrap.secured import find_store, serve_store
+from coordinator.bootstrap.serving import allow_descriptors, listen_at, options_of_server
 from coordinator.security.place import Place
 from coordinator.security.store import close
 from coordinator.settings import CoordinatorSettings
@@ -105,11 +105,12 @@ def open_tcp_store(
         if spans_hosts and is_loopback(addresses[0].text):
             raise refuse_loopback(host, addresses[0].text)
         if place is not None:
-            if serve:
-                allow_descriptors(world_size)
-            descriptor = None if listener is None else listener.detach()
             left_s = max(end - time.monotonic(), _LEAST_TIMEOUT_S)
-            return store_at(place, addresses[0].text, port, left_s, over, descriptor)
+            if not serve:
+                return find_store(place, addresses, left_s, over)
+            allow_descriptors(world_size)
+            own, address = listen_at(host, port) if listener is None else (listener, addresses[0].text)
+            return serve_store(place, address, port, left_s, over, own)
         options: dict[str, Any] = {}
         if serve:
             options = options_of_server(host, port, world_size, listener)

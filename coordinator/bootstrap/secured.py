@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Final
 
 import msgspec
 import torch.distributed as dist
 
+from coordinator.addresses.names import Address
 from coordinator.bootstrap.blocking_calls import pause_after, run_interruptibly, torch_error
 from coordinator.bootstrap.serving import allow_descriptors
 from coordinator.security import secret
@@ -20,12 +22,16 @@ from coordinator.settings import CoordinatorSettings
 from shm_broadcast.endpoint import bind_host
 from shm_broadcast.errors import ClosedError, CommTimeoutError, DecodeError, UsageError
 
-__all__ = ["meet_by_hint", "place_of", "store_at"]
+__all__ = ["find_store", "meet_by_hint", "place_of", "serve_store"]
 
 _HINT: Final = "group_coordinator/endpoint"
 _LONGEST_HINT: Final = 256
 # How much longer than `create_timeout_s` the launcher's store may take, whose calls have no deadline of their own.
 _ANSWER_S: Final = 2.0
+# Of several addresses each that accepts connections gets this long to answer, more than zmq gives a silent handshake.
+_TRY_S: Final = 3.0
+_PROBE_S: Final = 0.25
+_PAUSE_S: Final = 0.05
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,37 +58,75 @@ def place_of(settings: CoordinatorSettings, run: str, rank: int, world_size: int
     return None
 
 
-def store_at(
-    place: Place,
-    address: str,
-    port: int,
-    timeout_s: float,
-    over: threading.Event,
-    descriptor: int | None = None,
-    told_by: str = "",
+def serve_store(
+    place: Place, address: str, port: int, timeout_s: float, over: threading.Event, listener: socket.socket
 ) -> SecuredStore:
-    """Return the store at a known address, which rank 0 serves and the others connect to; runs on a thread.
+    """Return the store that this process, rank 0, serves at a known address; runs on a thread.
 
     Args:
         place: This process's place.
-        address: Numeric address of rank 0.
-        port: Its port; 0 for any, on rank 0 only.
+        address: Numeric address on which `listener` listens.
+        port: The port on which it does.
         timeout_s: How long to try, in seconds.
         over: Set once nobody waits for the result any more.
-        descriptor: On rank 0 a socket that listens there already.
-        told_by: Who named the address, for errors.
+        listener: It is used up.
 
     Raises:
-        UsageError: Rank 0 cannot listen there, or refuses this rank.
+        CapabilityError: The kernel refuses a descriptor.
+        ClosedError: `over` was set meanwhile.
+    """
+    from coordinator.security.opening import serve_at  # it loads zmq
+
+    check = partial(_check_awaited, place, over)
+    return serve_at(place, address, (port, port), timeout_s, check, listener.detach())
+
+
+def find_store(
+    place: Place, addresses: Sequence[Address], timeout_s: float, over: threading.Event, told_by: str = ""
+) -> SecuredStore:
+    """Return the store that rank 0 serves at one of some addresses; runs on a thread.
+
+    Args:
+        place: This process's place.
+        addresses: Where to look, in this order.
+        timeout_s: How long to try, in seconds.
+        over: Set once nobody waits for the result any more.
+        told_by: Who named the addresses, for errors.
+
+    Raises:
+        UsageError: Rank 0 refuses this rank.
         CommTimeoutError: No store of this run answered there; `.missing` names rank 0.
         ClosedError: `over` was set meanwhile.
     """
-    from coordinator.security.opening import connect_to, serve_at  # it loads zmq
+    from coordinator.security.opening import connect_to  # it loads zmq
 
-    check = partial(_check_awaited, place, over)
-    if place.rank == 0:
-        return serve_at(place, address, (port, port), timeout_s, check, descriptor)
-    return connect_to(place, address, port, timeout_s, check, told_by=told_by)
+    end, check = time.monotonic() + timeout_s, partial(_check_awaited, place, over)
+    if len(addresses) == 1:
+        host, port, *_ = addresses[0].target
+        return connect_to(place, host, port, timeout_s, check, told_by=told_by)
+    # Rank 0 listens on one of them. On the others somebody else may.
+    while time.monotonic() < end:
+        for host, port, *_ in [each.target for each in addresses if _accepts(each)]:
+            try:
+                return connect_to(place, host, port, min(_TRY_S, end - time.monotonic()), check)
+            except CommTimeoutError:
+                if time.monotonic() >= end:
+                    raise
+        check()
+        over.wait(_PAUSE_S)
+    texts, port = ", ".join(each.text for each in addresses), addresses[0].target[1]
+    raise CommTimeoutError(
+        f"{place.where}: the store of run {place.run!r} did not answer at port {port} of {texts} within "
+        f"{timeout_s:.1f} s; nobody listens there",
+        missing=(0,),
+    )
+
+
+def _accepts(address: Address) -> bool:
+    """Return whether somebody accepts connections there now."""
+    with socket.socket(address.family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        return probe.connect_ex(address.target) == 0
 
 
 def _check_awaited(place: Place, over: threading.Event) -> None:
@@ -139,8 +183,9 @@ def meet_by_hint(
     def find() -> SecuredStore:
         hint = _await_hint(place, outer, timeout_s, over)
         is_told.set()
+        where = Address(socket.AF_INET6 if ":" in hint.address else socket.AF_INET, (hint.address, hint.port))
         told_by = f", which the launcher's store names as rank 0's endpoint{_UNTRUSTED},"
-        return store_at(place, hint.address, hint.port, timeout_s, over, told_by=told_by)
+        return find_store(place, [where], timeout_s, over, told_by)
 
     try:
         return run_interruptibly(find if place.rank else serve, "rendezvous", check_all, SecuredStore.close)

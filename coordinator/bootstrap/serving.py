@@ -11,7 +11,7 @@ from typing import Any, Final
 from coordinator.addresses.names import addresses_of
 from shm_broadcast.errors import UsageError
 
-__all__ = ["allow_descriptors", "descriptors_needed", "listen", "options_of_server"]
+__all__ = ["allow_descriptors", "descriptors_needed", "listen", "listen_at", "options_of_server"]
 
 # Each rank connects once for everything, once to wait in agreements, and once while it connects Gloo.
 _CONNECTIONS_PER_RANK: Final = 3
@@ -67,6 +67,14 @@ def allow_descriptors(world_size: int) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the first address of `host` that belongs to this host, for rank 0's store.
 
+    The errors are those of `listen_at`.
+    """
+    return listen_at(host, port)[0]
+
+
+def listen_at(host: str, port: int) -> tuple[socket.socket, str]:
+    """Return a socket that listens on the first address of `host` that belongs to this host, and that numeric address.
+
     Raises:
         UsageError: It is a wildcard address, or this process cannot listen there. Port 0 takes any free one.
     """
@@ -82,7 +90,7 @@ def listen(host: str, port: int) -> socket.socket:
                 "use the address at which the other ranks reach this host"
             )
         try:
-            return socket.create_server(address.target, family=address.family, backlog=2048)
+            return socket.create_server(address.target, family=address.family, backlog=2048), address.text
         except OSError as error:
             refused.append(error)
     reasons = ", ".join(dict.fromkeys(os.strerror(error.errno or 0) for error in refused))

@@ -17,6 +17,8 @@ from shm_broadcast.errors import CapabilityError, CommTimeoutError, UsageError
 
 __all__ = ["connect_to", "serve_at"]
 
+# How the requirement begins of the error for a range in which no port is free.
+_FREE_PORT: Final = "a free port"
 _PINGS_AT_HOME: Final = RemoteSettings(heartbeat_s=5.0, lost_after_s=60.0)
 
 
@@ -48,7 +50,7 @@ def serve_at(
         ports: The first and the last port; None for any.
         timeout_s: How long its own connection may take, in seconds.
         check: As of `connect_to`.
-        descriptor: A socket that listens there already, which the store then owns.
+        descriptor: A socket that listens there already, which the store owns, also if this raises.
 
     Raises:
         UsageError: This process cannot listen there.
@@ -56,11 +58,11 @@ def serve_at(
         CommTimeoutError: The store does not welcome its own rank within `timeout_s`.
     """
     keys = keys_of_store(place.secret, place.run)
+    ranks = public_keys(place.secret, place.run, place.world_size)
     try:
-        ranks = public_keys(place.secret, place.run, place.world_size)
         server = StoreServer(keys, ranks, (address, ports), _pings(place, address), descriptor)
     except CapabilityError as error:
-        if ports is None:
+        if ports is None or not error.requirement.startswith(_FREE_PORT):
             raise
         named = str(ports[0]) if ports[0] == ports[1] else f"{ports[0]}-{ports[1]}"
         raise UsageError(

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 import zmq
@@ -95,7 +96,7 @@ class StoreServer:
             ranks: The rank of each public key that is admitted, as that rank only.
             place: The numeric address to listen on, never a wildcard, and the first and last port; None for any.
             pings: How long a rank may be silent before its connection counts as broken, which its zmq answers for it.
-            descriptor: A socket that listens there already, which the store then owns.
+            descriptor: A socket that listens there already, which the store owns, also if this raises.
 
         Raises:
             UsageError: The address is not of this host, or a wildcard.
@@ -114,25 +115,26 @@ class StoreServer:
         self._release_once = threading.Lock()
         # A signal handler that interrupts `close` may call it.
         self._lock = threading.RLock()
-        self._wake = new_eventfd()  # -1 once it is closed
-        try:
-            self._context = new_context(1)
-            self._gatekeeper = Gatekeeper(self._context, ranks, self._fields, "rank of this job")
-            try:
+        with ExitStack() as opened:
+            with ExitStack() as unused:
+                if descriptor is not None:
+                    unused.callback(os.close, descriptor)
+                self._wake = new_eventfd()  # -1 once it is closed
+                opened.callback(os.close, self._wake)
+                self._context = new_context(1)
+                opened.callback(self._context.term)
+                self._gatekeeper = Gatekeeper(self._context, ranks, self._fields, "rank of this job")
+                opened.callback(self._gatekeeper.socket.close, 0)
                 self.port: int
                 self._router, self.port = listen(
                     self._context, keys, *place, pings, LONGEST_QUESTION, descriptor
                 )
-                self._monitor: Socket = undisturbed(
-                    lambda: self._router.get_monitor_socket(zmq.Event.DISCONNECTED)
-                )
-            except BaseException:
-                self._gatekeeper.socket.close(0)
-                self._context.term()
-                raise
-        except BaseException:
-            os.close(self._wake)
-            raise
+                opened.callback(self._router.close, 0)
+                unused.pop_all()
+            self._monitor: Socket = undisturbed(
+                lambda: self._router.get_monitor_socket(zmq.Event.DISCONNECTED)
+            )
+            opened.pop_all()
         self._thread = DaemonThread(self._serve, "group-coordinator-store")
         try:
             self._thread.start()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from coordinator import create_stateless_group
 from coordinator.bootstrap import rendezvous
 from coordinator.bootstrap import secured as meeting
 from coordinator.bootstrap.methods.address import Rendezvous, join_address
@@ -261,3 +262,27 @@ def _interrupted_once(call: Callable[..., None]) -> Callable[..., None]:
 def test_an_interrupted_end_of_torchs_world_is_finished_by_the_next_call(ranks2: RankPool) -> None:
     """The world stays ours until torch has let it go; then the next one can be joined."""
     assert ranks2.run(interrupted_in_torch) == [True, True]
+
+
+def interrupted_stateless(rank: int, world_size: int, directory: Path) -> list[list[str]]:
+    mine = directory / str(rank)
+    mine.mkdir()
+    settings, port, found = settings_of(mine), free_port(), []
+    for where in ("process groups", "first step"):
+        group = create_stateless_group(HERE, port, 0, 1, backend="gloo", settings=settings)
+        assert listening_addresses() == [HERE]
+        with pytest.MonkeyPatch.context() as patched:
+            if where == "first step":
+                group._parts.after.insert(0, strike)
+            else:
+                patched.setattr(group._parts.process_groups, "destroy", strike)
+            with pytest.raises(StruckError):
+                group.destroy()
+        found.append(listening_addresses())
+    return found
+
+
+@pytest.mark.guarantee("G9")
+def test_a_stateless_group_whose_end_is_interrupted_leaves_its_store(ranks2: RankPool) -> None:
+    """The next one meets at the same address."""
+    assert ranks2.run(interrupted_stateless) == [[[], []]] * 2

@@ -89,7 +89,7 @@ class GroupPlanes:
             # Another thread destroyed the group during the call.
             self._health.check_usable("broadcast_object")
             raise error
-        broadcaster.blame(error)
+        broadcaster.blame(error, broadcaster.timeout_s)
 
     def _broadcast(self, obj: Any, src: int, timeout_s: float | None, type_: Any) -> Any:
         """Return rank `src`'s object, through the queue if `src` is its writer, else over the host plane."""

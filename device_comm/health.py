@@ -467,7 +467,7 @@ class GroupHealth:
                 return ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
             # Asked first: it looks for lost ranks itself, of which the next line must know.
             is_over = not self._watch.is_in_doubt() and time.monotonic() >= end
-            known = self._known_failure(operation)
+            known = self._known_failure(operation, pending)
             if known is not None:
                 return known
             if is_over:
@@ -492,14 +492,18 @@ class GroupHealth:
         self._cause = failure
         return failure
 
-    def _known_failure(self, operation: Operation) -> CommError | None:
-        """Break the group and return the error to raise if a failure is recorded, or a rank has died or left."""
+    def _known_failure(self, operation: Operation, pending: Sequence[int] | None) -> CommError | None:
+        """Break the group and return the error to raise if a failure is recorded, or a rank has died or left.
+
+        Who has left is missed only by a call that waits for it: the ranks `pending`, or with None any.
+        """
         failure_record = self._status_store.failure_record()
         if failure_record is not None:
             return self._adopt(operation, failure_record)
         if lost := self._gone():
             return self._record(operation, self._failure(operation, "lost", lost))
-        left = tuple(rank for rank in self._status_store.left() if rank != self.rank)
+        needed = set(self.ranks if pending is None else pending) - {self.rank}
+        left = tuple(rank for rank in self._status_store.left() if rank in needed)
         return self._record(operation, self._failure(operation, "left", left)) if left else None
 
     @contextmanager
@@ -591,7 +595,12 @@ class GroupHealth:
         self._breaker = None
 
     def fail(
-        self, error: BaseException, what: str = "a transfer", failure_record: FailureRecord | None = None
+        self,
+        error: BaseException,
+        what: str = "a transfer",
+        failure_record: FailureRecord | None = None,
+        *,
+        within_s: float = 0.0,
     ) -> None:
         """Break the group because of `error`, which the caller raises, and publish it to the other ranks.
 
@@ -599,9 +608,10 @@ class GroupHealth:
             error: The error. What is no `CommError` has interrupted this rank, as Ctrl-C does.
             what: In which call it was found, for the texts of the other ranks' errors.
             failure_record: What to publish, if another group of this rank has broken for the same reason.
+            within_s: The deadline that has passed, in seconds: the other ranks then raise the time-out, too.
         """
         if failure_record is None:
-            failure_record = failure_of(error, self.rank, what, self._describe)
+            failure_record = failure_of(error, self.rank, what, self._describe, within_s)
         # Ctrl-C must interrupt within 0.2 s.
         within = {} if isinstance(error, CommError) else {"within_s": SLICE_S}
         try:
@@ -633,7 +643,7 @@ class GroupHealth:
         """
         stated = Operation("device", operation, 0)
         found = self._failure(operation, "timeout", tuple(sorted(missing)), within_s)
-        return self._known_failure(stated) or self._record(stated, found)
+        return self._known_failure(stated, missing or None) or self._record(stated, found)
 
     def close(self) -> bool:
         """Refuse every later call; calls that wait raise `ClosedError` within `SLICE_S`.

@@ -36,10 +36,11 @@ class Broadcaster:
     def send(self, obj: Any, timeout_s: float | None) -> None:
         """Send an object to all other ranks; only on the writer."""
         assert isinstance(self._end, QueueWriter)
+        limit_s = timeout_s or self.timeout_s
         try:
-            self._end.enqueue(obj, timeout_s or self.timeout_s)
+            self._end.enqueue(obj, limit_s)
         except CommError as error:
-            self.blame(error)
+            self.blame(error, limit_s)
 
     def receive(self, timeout_s: float | None, type_: Any, order: BroadcastOrder) -> Any:
         """Return the writer's object of this call, within an optional deadline in seconds; only on the other ranks."""
@@ -49,7 +50,7 @@ class Broadcaster:
                 self._await(order, None if timeout_s is None else time.monotonic() + timeout_s)
             return self._end.dequeue(timeout_s, type_)
         except CommError as error:
-            self.blame(error)
+            self.blame(error, timeout_s)
 
     def _await(self, order: BroadcastOrder, end: float | None) -> None:
         """Return when the message of this call has come, which the next read then takes out of the queue's end."""
@@ -60,12 +61,15 @@ class Broadcaster:
                 return
             order.sort()
 
-    def blame(self, error: CommError) -> NoReturn:
-        """Raise the group's error for an error of the queue, and break the group if the queue has failed."""
+    def blame(self, error: CommError, within_s: float | None) -> NoReturn:
+        """Raise the group's error for an error of the queue, and break the group if the queue has failed.
+
+        `within_s` is the call's deadline in seconds, or None if it had none.
+        """
         if isinstance(error, ClosedError):
             # This process closed the queue, or its writer left or broke: the status store knows which.
             operation = self._health.begin_point_to_point("queue", "broadcast_object")
             raise self._health.explain(operation, error, [self._health.ranks[self.writer]]) from error
         if isinstance(error, (CommTimeoutError, PeerLostError)):
-            self._health.fail(error)
+            self._health.fail(error, "broadcast_object", within_s=within_s or 0.0)
         raise error

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from shm_broadcast.errors import CommError, PeerLostError
+from shm_broadcast.errors import CommError, CommTimeoutError, PeerLostError
 
 __all__ = ["FailureKind", "FailureRecord", "failure_of", "interruption_of"]
 
@@ -39,12 +39,20 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def failure_of(
-    error: BaseException, rank: int, what: str, describe: Callable[[Sequence[int]], str] = _named
+    error: BaseException,
+    rank: int,
+    what: str,
+    describe: Callable[[Sequence[int]], str] = _named,
+    within_s: float = 0.0,
 ) -> FailureRecord:
     """Return the record of `error`, which ends the call `what` of `rank` and with it the group.
 
-    What is no `CommError` has interrupted the rank, as Ctrl-C does. `describe` is asked for the text of lost ranks.
+    What is no `CommError` has interrupted the rank, as Ctrl-C does. `describe` is asked for the text of the ranks at
+    fault. `within_s` is the deadline that has passed, in seconds. Where it is not known, the record holds the text of
+    the time-out only.
     """
+    if isinstance(error, CommTimeoutError) and error.missing and within_s:
+        return FailureRecord("timeout", error.missing, rank, what, within_s, describe(error.missing))
     if isinstance(error, PeerLostError) and error.peers:
         return FailureRecord("lost", error.peers, rank, what, detail=describe(error.peers))
     if isinstance(error, CommError):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from coordinator import GroupCoordinator
 from tests.harness import RankPool
 from tests.worlds import EVERYONE_WAITS, FIRST_WAITS, LARGE, WAITS, meet, new_group, outcome_of, small, world
 
@@ -256,3 +257,25 @@ def test_another_group_of_the_same_ranks_goes_on(ranks2: RankPool) -> None:
         assert found is None or found["kind"] == "CommTimeoutError"
         assert total == [2.0 * value for value in range(8)]
         assert objects == [0, 1]
+
+
+def late_writer(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Rank 0 comes late to a broadcast through the queue, for which rank 1 waits 0.4 s and the others without limit."""
+    with (
+        world(rank, world_size, directory) as first,
+        GroupCoordinator([first.ranks], first.local_rank, "gloo", True, True) as group,
+    ):
+        assert group.broadcast_object("early") == "early"
+        found = None
+        if rank:
+            found = outcome_of(lambda: group.broadcast_object(None, timeout_s=SHORT_S if rank == 1 else None))
+        meet(rank, range(world_size), directory, "given up")
+        return found or outcome_of(group.barrier)
+
+
+@pytest.mark.guarantee("D6")
+@pytest.mark.guarantee("G18")
+def test_a_time_out_in_a_queue_names_its_writer_on_all_ranks(ranks4: RankPool) -> None:
+    """Ranks that wait without a deadline raise it as well, and so does the late writer in its next call that waits."""
+    for rank, found in enumerate(ranks4.run(late_writer)):
+        assert (found["kind"], found["missing"]) == ("CommTimeoutError", [0]), (rank, found)

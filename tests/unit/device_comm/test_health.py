@@ -413,6 +413,26 @@ def test_a_transport_error_is_explained_by_a_rank_that_left(group: Group) -> Non
     assert "destroyed by rank 6" in str(error)
 
 
+@pytest.mark.guarantee("D7")
+def test_a_rank_that_left_is_not_blamed_by_a_call_that_does_not_wait_for_it(group: Group) -> None:
+    """Rank 5 has left, rank 9 on another host is lost: who receives from rank 9 names that one."""
+    group.status_store.gone = (5,)
+    group.watch.unseen = (9,)
+    error = group.fails(FakeWork(0.0, RuntimeError("connection reset"), pending=[9]))
+    assert isinstance(error, PeerLostError)
+    assert error.peers == (9,)
+    assert group.status_store.failure_records[0].ranks == (9,)
+
+
+@pytest.mark.guarantee("D7")
+def test_of_those_that_left_a_call_names_the_ones_that_it_waits_for(group: Group) -> None:
+    """Ranks 5 and 6 have left, and the call waits for ranks 6 and 9."""
+    group.status_store.gone = (5, 6)
+    error = group.fails(FakeWork(0.0, RuntimeError("connection closed"), pending=[6, 9]))
+    assert isinstance(error, PeerLostError)
+    assert error.peers == (6,)
+
+
 def test_a_transport_error_blames_peers_that_cannot_be_seen(group: Group) -> None:
     """Awaited peers on other hosts are blamed, because nothing here shows whether they live."""
     group.watch.unseen = (6, 9)
@@ -529,3 +549,13 @@ def test_a_lost_rank_is_recorded_as_lost_by_whoever_tells() -> None:
     record = failure_of(PeerLostError("creating group 'tp:0': lost rank 2", peers=(2,)), 1, "creating")
     assert record == FailureRecord("lost", (2,), 1, "creating", detail="2")
     assert failure_of(PeerLostError("nobody knows who"), 1, "creating").kind == "failed"
+
+
+@pytest.mark.guarantee("D6")
+def test_a_time_out_that_the_caller_found_is_told_as_one(group: Group) -> None:
+    """The others raise it with the same `missing`, and with the deadline, where the caller states that."""
+    group.health.fail(CommTimeoutError("no message", missing=(9,)), "broadcast_object", within_s=1.5)
+    told = group.status_store.failure_records[0]
+    assert told == FailureRecord("timeout", (9,), 4, "broadcast_object", 1.5, "9 (pid 1009, alive)")
+    assert failure_of(CommTimeoutError("no message", missing=(9,)), 1, "creating").kind == "failed"
+    assert failure_of(CommTimeoutError("all arrived"), 1, "creating", within_s=1.0).kind == "failed"

@@ -22,7 +22,7 @@ from coordinator.host.tensor_dict_format import (
     landing_places,
     pack_whole,
 )
-from coordinator.planes import GroupPlanes
+from coordinator.planes import GroupPlanes, Result
 from device_comm import checks
 from device_comm.handles import Handle
 from device_comm.health import Operation
@@ -296,7 +296,10 @@ class TensorDicts(GroupPlanes):
     # ------------------------------------------------------------------ helpers
 
     def _land(self, message: object, slicing: Slicing, receive: Callable[[Parts], list[Handle]]) -> Landing:
-        """Allocate the tensors of the dict in `message`; if it cannot be decoded, receive what follows it and raise."""
+        """Allocate the tensors of the dict in `message`; if it cannot be decoded, receive what follows it and raise.
+
+        The group breaks if what follows the message has no place to be received: the next transfer would take it.
+        """
         if type(message) is dict:
             return Landing(message)
         if not isinstance(message, TensorDictMessage):
@@ -304,15 +307,26 @@ class TensorDicts(GroupPlanes):
         try:
             metadata = codec.decode(message.tree)
         except DecodeError:
-            for handle in receive(landing_places(message, self.device)):
+            for handle in receive(self._or_fail(message, lambda: landing_places(message, self.device))):
                 handle.wait()
             raise
+        return self._or_fail(message, lambda: join(metadata, self.device, slicing, message.parts))
+
+    def _or_fail(self, message: TensorDictMessage, make: Callable[[], Result]) -> Result:
+        """Return what `make` makes for the tensors of `message`; break the group if it fails while they are on their way."""
         try:
-            return join(metadata, self.device, slicing, message.parts)
+            return make()
         except DisagreementError as error:
-            # Nobody will receive the tensors that are on their way, and the next transfer would take them.
             self._health.fail(error)
             raise
+        except DecodeError as error:
+            if not any(map(message.follows, message.slots)):
+                raise
+            failure = DecodeError(
+                f"{error}; tensors of the dict are on their way to this rank, so the group is now unusable, destroy it"
+            )
+            self._health.fail(failure)
+            raise failure from error
 
     def _neighbour(self, rank: int | None, step: int, name: str) -> int:
         peer = (self.rank_in_group + step) % self.world_size if rank is None else rank

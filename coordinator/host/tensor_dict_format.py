@@ -64,6 +64,10 @@ class TensorDictMessage(msgspec.Struct, frozen=True):
     tree: bytes
     parts: list[torch.Tensor] | None = None
 
+    def follows(self, slot: TensorSlot) -> bool:
+        """Return whether the tensor of `slot` follows the message in a transfer of its own."""
+        return slot.plane == "device" or self.parts is None
+
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
@@ -257,7 +261,7 @@ def landing_places(message: TensorDictMessage, device: torch.device) -> list[tup
     return [
         (slot.plane, _allocate(slot, index, device))
         for index, slot in enumerate(message.slots)
-        if slot.plane == "device" or message.parts is None
+        if message.follows(slot)
     ]
 
 

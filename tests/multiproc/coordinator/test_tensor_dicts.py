@@ -407,6 +407,45 @@ def test_a_dict_that_cannot_be_decoded_leaves_the_group_intact(ranks2: RankPool)
     assert all("test_tensor_dicts.Unknown" in text for text in texts)
 
 
+def without_memory(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Send two dicts to a rank that cannot allocate the tensor of the first one."""
+    found: list[Any] = []
+    empty = torch.empty
+
+    def refuse_large(shape: Any, **options: Any) -> torch.Tensor:
+        if shape == (50_000,) and not found:
+            raise RuntimeError("can't allocate memory")
+        return empty(shape, **options)
+
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            for value in (1.0, 2.0):
+                group.isend_tensor_dict({"x": torch.full((50_000,), value)}, 1)
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch, "empty", refuse_large)
+                for _ in range(2):
+                    try:
+                        found.append(received_by(group)["x"][0].item())
+                    except (DecodeError, GroupBrokenError) as error:
+                        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_a_dict_for_which_there_is_no_memory_hands_out_no_tensors_of_another(
+    place: str, ranks2: RankPool
+) -> None:
+    """Over Gloo its tensors are on their way, and would be those of the next dict; so the group ends."""
+    _, found = ranks2.run(without_memory)
+    if place == WAYS[0]:
+        # The tensors are in the message, and it is its decoder that allocates.
+        assert found == [1.0, 2.0]
+    else:
+        assert found[0].startswith("DecodeError: a tensor of shape (50000,)")
+        assert "tensors of the dict are on their way" in found[0]
+        assert found[1].startswith("GroupBrokenError")
+
+
 def no_dict(rank: int, world_size: int, directory: Path) -> None:
     with world(rank, world_size, directory) as group:
         if rank == 0:

@@ -1,5 +1,6 @@
 """A world that is joined or left by an interrupted call, or left by a signal handler, leaves nothing open."""
 
+import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from shm_broadcast.liveness import fork_count
 from tests.handlers import Interrupt, handling_at, raising_at
 from tests.harness import RankPool
 from tests.leaks import Snapshot, leaked_since
-from tests.ports import free_port, listening_addresses
+from tests.ports import free_port, listening_addresses, listening_ports
 from tests.secured import HERE, VALUE, check_nothing, place, ranks_of, server_of
 from tests.waiting import wait_until
 
@@ -262,6 +263,29 @@ def _interrupted_once(call: Callable[..., None]) -> Callable[..., None]:
 def test_an_interrupted_end_of_torchs_world_is_finished_by_the_next_call(ranks2: RankPool) -> None:
     """The world stays ours until torch has let it go; then the next one can be joined."""
     assert ranks2.run(interrupted_in_torch) == [True, True]
+
+
+def followed_by_another(rank: int, world_size: int, directory: Path) -> list[bool]:
+    mine = directory / str(rank)
+    mine.mkdir()
+    settings, port, found = settings_of(mine), free_port(), []
+    for _ in range(2):
+        init_distributed_environment(1, 0, f"tcp://{HERE}:{port}", backend="gloo", settings=settings)
+        world = rendezvous._world
+        assert world is not None
+        leave = world.rendezvous.leave
+        world.rendezvous = dataclasses.replace(world.rendezvous, leave=_interrupted_once(leave))
+        with pytest.raises(Interrupt):
+            destroy_distributed_environment()
+        found.append(port in listening_ports())
+    destroy_distributed_environment()
+    return [*found, port in listening_ports()]
+
+
+@pytest.mark.guarantee("G9")
+def test_the_next_world_finishes_the_end_of_the_last_one(ranks2: RankPool) -> None:
+    """A handler has raised before rank 0's store was told to end; the address is free all the same."""
+    assert ranks2.run(followed_by_another) == [[True, True, False]] * 2
 
 
 def interrupted_stateless(rank: int, world_size: int, directory: Path) -> list[list[str]]:

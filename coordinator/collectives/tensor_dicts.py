@@ -313,7 +313,7 @@ class TensorDicts(GroupPlanes):
         return self._or_fail(message, lambda: join(metadata, self.device, slicing, message.parts))
 
     def _or_fail(self, message: TensorDictMessage, make: Callable[[], Result]) -> Result:
-        """Return what `make` makes for the tensors of `message`; break the group if it fails while they are on their way."""
+        """Return what `make` makes for the tensors of `message`; if it fails while they travel, break the group."""
         try:
             return make()
         except DisagreementError as error:

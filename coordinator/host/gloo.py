@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from coordinator.host.frame_turns import FrameTurns
 from coordinator.host.plane import GatheringHostPlane, isend_with_tensors, refuse_any
 from coordinator.host.process_groups import GlooBackend, abort_gloo
 from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG
@@ -83,6 +84,7 @@ class GlooHostPlane(GatheringHostPlane):
         self._timeout_s = timeout_s
         self._threads = WaiterThreads(health.name)
         self._eager: dict[tuple[int, int], _EagerSends] = {}
+        self._sending, self._receiving = FrameTurns(health), FrameTurns(health)
         self._others = [rank for rank in range(len(self._ranks)) if rank != rank_in_group]
         health.on_abort(self.abort)
 
@@ -178,10 +180,9 @@ class GlooHostPlane(GatheringHostPlane):
         operation = self._health.begin_point_to_point("host", f"{name} from {self._global(sources)}")
 
         def stages() -> list[Any]:
-            firsts = self._receive_first(operation, sources, tag, limit_s)
             # Receive all frames before decoding any: if one cannot be decoded, nothing of the others may be left
             # behind.
-            frames = [self._complete_frame(operation, src, tag, firsts[src], limit_s) for src in sources]
+            frames = self._receive_frames(operation, sources, tag, limit_s)
             return [codec.decode(frame) for frame in frames]
 
         return in_stages(self._health, operation, stages)
@@ -257,15 +258,21 @@ class GlooHostPlane(GatheringHostPlane):
         works: list[tuple[int, dist.Work]] = []
 
         def stages() -> Handle:
+            turns = self._sending.take(operation, peers, tag, timeout_s)
+            try:
+                with self._health.transport(operation):
+                    for peer in peers:
+                        sent = self._backend.send([first], peer, tag)
+                        if rest.numel():
+                            # Keep both works: Gloo drops a send whose work is released before the receiver is ready.
+                            works.append((self._ranks[peer], sent))
+                            works.append((self._ranks[peer], self._backend.send([rest], peer, tag)))
+                        else:
+                            self._eager.setdefault((peer, tag), _EagerSends()).add(sent, data)
+            finally:
+                for turn in turns:
+                    turn.release()
             with self._health.transport(operation):
-                for peer in peers:
-                    sent = self._backend.send([first], peer, tag)
-                    if rest.numel():
-                        # Keep both works: Gloo drops a send whose work is released before the receiver is ready.
-                        works.append((self._ranks[peer], sent))
-                        works.append((self._ranks[peer], self._backend.send([rest], peer, tag)))
-                    else:
-                        self._eager.setdefault((peer, tag), _EagerSends()).add(sent, data)
                 for peer in peers:
                     self._settle(operation, peer, tag, timeout_s)
             return self._handle(operation, works, data, timeout_s) if works else CompletedHandle()
@@ -289,11 +296,22 @@ class GlooHostPlane(GatheringHostPlane):
         self, operation: Operation, src: int, tag: int, timeout_s: float | None, type_: Any = None
     ) -> Any:
         def stages() -> Any:
-            first = self._receive_first(operation, [src], tag, timeout_s)[src]
-            frame = self._complete_frame(operation, src, tag, first, timeout_s)
+            [frame] = self._receive_frames(operation, [src], tag, timeout_s)
             return codec.decode(frame, type_)
 
         return in_stages(self._health, operation, stages)
+
+    def _receive_frames(
+        self, operation: Operation, sources: Sequence[int], tag: int, timeout_s: float | None
+    ) -> list[bytearray | memoryview]:
+        """Receive a frame from each of `sources`, one after the other with those that other threads receive."""
+        turns = self._receiving.take(operation, sources, tag, timeout_s)
+        try:
+            firsts = self._receive_first(operation, sources, tag, timeout_s)
+            return [self._complete_frame(operation, src, tag, firsts[src], timeout_s) for src in sources]
+        finally:
+            for turn in turns:
+                turn.release()
 
     def _receive_first(
         self, operation: Operation, peers: Sequence[int], tag: int, timeout_s: float | None

@@ -7,7 +7,7 @@ mode or under `torch.no_grad()`, where nothing requires a gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -45,7 +45,7 @@ def refuse_lost_gradient(name: str, arguments: Sequence[object], world_size: int
 
     Args:
         name: The method.
-        arguments: Its arguments, which may be tensors or lists of them.
+        arguments: Its arguments, which may be tensors or sequences of them.
         world_size: How many ranks the group has.
 
     Raises:
@@ -55,7 +55,9 @@ def refuse_lost_gradient(name: str, arguments: Sequence[object], world_size: int
         return
     written = _WRITTEN.get(name)
     for at, argument in enumerate(arguments):
-        for each in argument if isinstance(argument, (list, tuple)) else (argument,):
+        is_many = not isinstance(argument, torch.Tensor) and isinstance(argument, Sequence)
+        many: Sequence[Any] = argument if is_many else (argument,)  # type: ignore[assignment]
+        for each in many:
             if wants_gradient(each) and not (at == written and each.is_leaf):
                 raise lost_gradient(name)
 

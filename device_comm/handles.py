@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from device_comm.health import GroupHealth, Operation, Pollable
+from device_comm.outputs import fill
 from shm_broadcast.interruption import raised_by_handler
 
 
@@ -101,8 +102,7 @@ class PointToPointHandle:
 
     def _finish(self) -> None:
         if self._landing is not None:
-            destination, source = self._landing
-            destination.copy_(source)
+            fill(*self._landing)
         self._landing = None
         self._transfer = None
 
@@ -136,7 +136,6 @@ class StreamHandle:
                 work.wait()
         self._works.clear()
         if self._landing is not None:
-            destination, source = self._landing
-            destination.copy_(source)
+            fill(*self._landing)
         self._landing = None
         self._keep = None

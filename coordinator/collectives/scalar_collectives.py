@@ -9,6 +9,7 @@ import torch
 
 from coordinator.collectives.object_collectives import ObjectCollectives
 from coordinator.collectives.tensor_collectives import TensorCollectives
+from coordinator.gradients import refuse_lost_gradient
 from device_comm import checks
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout
@@ -83,7 +84,7 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
             `outputs` as a list, or new tensors. They share no memory with `input_`, also in a group of one.
 
         Raises:
-            UsageError: `outputs` does not fit. Nothing is sent.
+            UsageError: `outputs` does not fit, or a gradient would be lost. Nothing is sent.
             Others: As in `all_gather`.
         """
         name = "all_gather_to_list"
@@ -91,6 +92,8 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
             checks.check_tensor(input_, self.device, name)
             if outputs is not None:
                 self._check_outputs(name, input_, outputs)
+            if self.world_size > 1:
+                refuse_lost_gradient(name, (input_, outputs), self.world_size)
             shape = tuple(input_.shape)
             # Gathered as a row, because a 0-dim tensor has no dimension.
             rows = self.device_communicator.all_gather(input_.reshape(1, math.prod(shape)), 0)

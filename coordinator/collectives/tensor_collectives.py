@@ -252,7 +252,7 @@ class TensorCollectives(TensorOutputs, FusedReductions, CoalescedCollectives, Ex
                 self._calls.refuse_unadmitted("all_gatherv", refusal)
             name = "all_gatherv_into_output"
             return self._into(name, input_, output, timeout_s, async_op, dim=dim, sizes=sizes)
-        if not async_op and isinstance(input_, (list, tuple)):
+        if not async_op and not isinstance(input_, torch.Tensor) and isinstance(input_, Sequence):
             if is_dynamo_compiling() or any(map(wants_gradient, input_)):
                 return [self.all_gatherv(each, dim, sizes, timeout_s=timeout_s) for each in input_]
         elif not async_op and (is_dynamo_compiling() or wants_gradient(input_)):

@@ -9,6 +9,7 @@ import torch
 from device_comm.cpu.channels import Channels
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
+from device_comm.outputs import fill
 from shm_broadcast.errors import DisagreementError
 
 
@@ -48,7 +49,7 @@ def recv_into(
 
 def _landing(into: torch.Tensor, src: int, health: GroupHealth) -> Callable[[object], None]:
     def land(received: object) -> None:
-        into.copy_(expect_tensor(received, into.dtype, into.shape, src, health))
+        fill(into, expect_tensor(received, into.dtype, into.shape, src, health))
 
     return land
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,8 @@ def lost(group: GroupCoordinator) -> dict[str, Callable[[], Any]]:
             plain, torch.ones(4, 2, requires_grad=True), torch.ones(4, 2).int()
         ),
         "combine": lambda: group.combine(x),
+        "to list": lambda: group.all_gather_to_list(x),
+        "async of a sequence": lambda: group.all_gatherv(UserList([plain, x]), async_op=True),
     }
 
 
@@ -216,6 +219,13 @@ def test_a_group_of_one_passes_gradients_on() -> None:
             assert result is not None
             (gradient,) = torch.autograd.grad((result * 2).sum(), x)
             assert torch.equal(gradient, torch.full_like(x, 2.0))
+
+
+def test_a_sequence_of_any_type_carries_gradients() -> None:
+    """`all_gatherv` of a sequence that is neither a list nor a tuple gives results that require grad."""
+    x = torch.ones(2, requires_grad=True)
+    with FakeGroupCoordinator(0, 2) as group:
+        assert [each.requires_grad for each in group.all_gatherv(UserList([x, x.detach()]))] == [True, False]
 
 
 def lost_in_a_rank(rank: int, world_size: int, directory: Path) -> list[bool]:

@@ -164,6 +164,28 @@ def test_between_hosts_a_message_is_its_bytes(ranks2: RankPool) -> None:
     assert ApartPool(ranks2).run(other_shapes_between_hosts)[1] == expected * 2
 
 
+def into_inference_tensors(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            for value in (1.0, 2.0):
+                group.send(torch.full((3,), value), 1)
+            return []
+        with torch.inference_mode():
+            # The second one is not contiguous: what arrives is copied into it.
+            tensors = [torch.zeros(3), torch.zeros(3, 2)[:, 0]]
+            handles = [group.irecv(tensor, 0) for tensor in tensors]
+        for handle in handles:
+            handle.wait()
+        return [tensor.tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_tensors_of_inference_mode_are_filled_outside_of_it(ranks2: RankPool, apart: bool) -> None:
+    """The handle of a receive may be waited for where that mode is off; on one host and on several."""
+    found = (ApartPool(ranks2) if apart else ranks2).run(into_inference_tensors)[1]
+    assert found == [[1.0] * 3, [2.0] * 3]
+
+
 def tagged_objects(rank: int, world_size: int, directory: Path) -> list[Any]:
     with world(rank, world_size, directory) as group:
         peer = 1 - rank

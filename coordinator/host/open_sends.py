@@ -29,24 +29,46 @@ class OpenSends:
         if isinstance(handle, CompletedHandle):
             return
         handles = self._handles
-        while handles and handles[0].is_completed():
-            handles.popleft()
-        if len(handles) >= MAX_OPEN_SENDS:
-            handles.popleft().wait()
+        # Other threads and signal handlers keep handles, too: each drops only those that it has asked about.
+        while (oldest := self._oldest()) is not None and oldest.is_completed():
+            self._drop(oldest)
+        if len(handles) >= MAX_OPEN_SENDS and (oldest := self._oldest()) is not None:
+            oldest.wait()
+            self._drop(oldest)
         handles.append(handle)
 
+    def _oldest(self) -> Handle | None:
+        try:
+            return self._handles[0]
+        except IndexError:
+            return None
+
+    def _drop(self, handle: Handle) -> None:
+        """Drop `handle`, unless another thread or a signal handler has done so."""
+        # `remove` finds it at the front, and runs no Python code that could come between finding and removing: handles
+        # are compared by identity.
+        with suppress(ValueError):
+            self._handles.remove(handle)
+
     def flush(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds, until all sends are complete or one can no longer complete."""
+        """Wait up to `timeout_s` seconds, until each send is complete or can no longer complete."""
         deadline = time.monotonic() + timeout_s
         # Another thread may start a send while this one destroys the group.
         sends = list(self._handles)
-        with suppress(CommError):  # a connection is closed: its peer is gone
-            while not all(send.is_completed() for send in sends) and time.monotonic() < deadline:
-                time.sleep(_FLUSH_PAUSE_S)
+        while (sends := [send for send in sends if _is_open(send)]) and time.monotonic() < deadline:
+            time.sleep(_FLUSH_PAUSE_S)
 
     def clear(self) -> None:
         """Drop the handles."""
         self._handles.clear()
+
+
+def _is_open(send: Handle) -> bool:
+    """Return whether a send may still complete; what ends one does not end those to other ranks."""
+    try:
+        return not send.is_completed()
+    except CommError:  # a connection is closed: its peer is gone
+        return False
 
 
 __all__ = ["MAX_OPEN_SENDS", "OpenSends"]

@@ -30,7 +30,14 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, fork_count
-from shm_broadcast.reports.failure_record import FailureKind, FailureRecord, failure_of, interruption_of
+from shm_broadcast.reports.failure_record import (
+    FailureKind,
+    FailureRecord,
+    failure_of,
+    interruption_of,
+    other_calls,
+    time_out_of,
+)
 from shm_broadcast.reports.log_fields import LogFields, log_fields
 from shm_broadcast.stacks.attached import ask_members, attach
 from shm_broadcast.status.shown_calls import ShownCalls
@@ -170,6 +177,8 @@ class GroupHealth:
         self.exclusion: Callable[[str], CommError | None] = lambda _where: None
         # Ranks whose process has ended after they had destroyed the group.
         self._excused: set[int] = set()
+        # How many calls of a host plane without shared memory this rank has refused.
+        self.untold_refusals = 0
         self._fork_count = fork_count()
         # `next` on a count is atomic under the GIL and faster than a lock; the group's own thread calls `begin` too.
         self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}
@@ -268,11 +277,15 @@ class GroupHealth:
         """Take the number of a collective of `plane`, "host" or "device", that this rank refuses.
 
         The other ranks raise `DisagreementError` with `reason` in their call, and the next calls belong together again.
-        Only shared memory carries this: over other transports the other ranks wait for this one.
+        Only shared memory carries this. Over other transports the host plane's gathers of objects compare how many
+        calls each rank has refused; in all other calls the ranks wait for each other, or take the next call for this.
         """
-        for name in _SHARED_PLANES[plane]:
-            if name in self._planes:
-                self._planes[name].refuse(reason)
+        told = [self._planes[name] for name in _SHARED_PLANES[plane] if name in self._planes]
+        for each in told:
+            each.refuse(reason)
+        if plane == "host" and not told:
+            with self._lock:
+                self.untold_refusals += 1
 
     def left_halfway(self, operation: Operation, error: BaseException) -> None:
         """Break the group because `error` has ended a call that has begun; not for the call's own errors.
@@ -429,6 +442,9 @@ class GroupHealth:
             return
         known = self._planes.get(operation.plane)
         detail = self._describe(missing, arrivals | (known.last_calls() if known is not None else {}))
+        if not missing:
+            calls = [(rank, seen.operation, seen.number) for rank, seen in sorted(arrivals.items())]
+            detail = other_calls(operation.name, operation.number, calls)
         raise self._record(operation, self._failure(operation, "timeout", missing, within_s, detail))
 
     def _stopped(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -562,13 +578,7 @@ class GroupHealth:
             end = f" (found by rank {failure_record.by} in {failure_record.operation}){end}"
         ranks = "rank" if len(failure_record.ranks) == 1 else "ranks"
         if failure_record.kind == "timeout":
-            text = "every rank arrived but the transfer did not finish"
-            if failure_record.ranks:
-                text = f"no answer from {ranks} {failure_record.detail}"
-            if failure_record.ranks == (self.rank,):
-                text = "the other ranks had given up before this rank came: no answer from it"
-            elif self.rank in failure_record.ranks:
-                text = f"the other ranks had given up before this rank came: {text}"
+            text = time_out_of(failure_record, self.rank)
             return CommTimeoutError(
                 f"{where}: {text} within {failure_record.within_s:.1f} s{end}", missing=failure_record.ranks
             )

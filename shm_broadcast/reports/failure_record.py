@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from shm_broadcast.errors import CommError, CommTimeoutError, PeerLostError
 
-__all__ = ["FailureKind", "FailureRecord", "failure_of", "interruption_of"]
+__all__ = ["FailureKind", "FailureRecord", "failure_of", "interruption_of", "other_calls", "time_out_of"]
 
 FailureKind = Literal["timeout", "lost", "left", "interrupted", "failed"]
 
@@ -63,3 +63,24 @@ def failure_of(
 def interruption_of(error: BaseException, rank: int, what: str) -> FailureRecord:
     """Return the record of what a signal handler has raised in the call `what` of `rank`."""
     return FailureRecord("interrupted", (rank,), rank, what, detail=f"{rank} ({type(error).__name__})")
+
+
+def other_calls(name: str, number: int, calls: Iterable[tuple[int, str, int]]) -> str:
+    """Return which ranks have come to another call than `name` under its `number`, in brackets; "" if none has.
+
+    `calls` holds for each rank that rank, the name of the call in which it waits, and its number.
+    """
+    others = [
+        f"rank {rank} made {other} #{number}" for rank, other, its in calls if its == number and other != name
+    ]
+    return f" (at different calls: {', '.join(others)})" if others else ""
+
+
+def time_out_of(record: FailureRecord, rank: int) -> str:
+    """Return what a time-out means to `rank`, for the text of its error."""
+    if not record.ranks:
+        return f"every rank arrived{record.detail} but the transfer did not finish"
+    if record.ranks == (rank,):
+        return "the other ranks had given up before this rank came: no answer from it"
+    text = f"no answer from {'rank' if len(record.ranks) == 1 else 'ranks'} {record.detail}"
+    return f"the other ranks had given up before this rank came: {text}" if rank in record.ranks else text

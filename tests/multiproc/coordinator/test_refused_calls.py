@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator import DisagreementError, GroupCoordinator, ReduceOperation, UsageError
+from coordinator import DisagreementError, GroupBrokenError, GroupCoordinator, ReduceOperation, UsageError
 from tests.harness import RankPool
 from tests.worlds import ApartPool, meet, new_group, world
 
@@ -275,3 +275,26 @@ def refuse_as_the_receiver(rank: int, world_size: int, directory: Path) -> None:
 def test_what_was_sent_for_a_refused_call_is_dropped(ranks3: RankPool, apart: bool) -> None:
     """A receiver that refuses its call tells nobody, and gets the right objects in its next one."""
     (ApartPool(ranks3) if apart else ranks3).run(refuse_as_the_receiver)
+
+
+def refuse_between_hosts(rank: int, world_size: int, directory: Path, name: str) -> None:
+    """Let all ranks refuse a call, and then rank 1 alone; it goes on with the next call."""
+    good, wrong = CALLS[name]
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        with pytest.raises(UsageError):
+            wrong(group)
+        assert group.all_gather_object(rank) == [0, 1]
+        if rank == 1:
+            with pytest.raises(UsageError):
+                wrong(group)
+        with pytest.raises(DisagreementError, match="rank 0 refused 1 calls; rank 1 refused 2 calls"):
+            group.all_gather_object("next") if rank == 1 else good(group)
+        with pytest.raises(GroupBrokenError):
+            group.all_gather_object(rank)
+
+
+@pytest.mark.guarantee("G66")
+@pytest.mark.parametrize("name", ["all_gather_object", "all_sum"])
+def test_between_hosts_a_refused_gather_is_not_answered_by_the_next(ranks2: RankPool, name: str) -> None:
+    """Both ranks raise `DisagreementError`, which says who refused more calls; before, all had refused one."""
+    ApartPool(ranks2).run(refuse_between_hosts, name)

@@ -551,6 +551,15 @@ def test_a_lost_rank_is_recorded_as_lost_by_whoever_tells() -> None:
     assert failure_of(PeerLostError("nobody knows who"), 1, "creating").kind == "failed"
 
 
+def test_a_time_out_says_that_a_rank_made_another_call(group: Group) -> None:
+    """All ranks have come to call #3, rank 9 to another one: it answers nobody."""
+    group.others_wait(5, 6)
+    group.status_store.others[9] = Arrival("all_gather_object", 3)
+    error = group.fails(FakeWork(), 0.2)
+    assert isinstance(error, CommTimeoutError)
+    assert "every rank arrived (at different calls: rank 9 made all_gather_object #3) but" in str(error)
+
+
 @pytest.mark.guarantee("D6")
 def test_a_time_out_that_the_caller_found_is_told_as_one(group: Group) -> None:
     """The others raise it with the same `missing`, and with the deadline, where the caller states that."""

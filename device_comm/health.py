@@ -511,14 +511,14 @@ class GroupHealth:
     def _known_failure(self, operation: Operation, pending: Sequence[int] | None) -> CommError | None:
         """Break the group and return the error to raise if a failure is recorded, or a rank has died or left.
 
-        Who has left is missed only by a call that waits for it: the ranks `pending`, or with None any.
+        Who has left is missed only by a call that waits for it: the ranks `pending`, or any if those are not known.
         """
         failure_record = self._status_store.failure_record()
         if failure_record is not None:
             return self._adopt(operation, failure_record)
         if lost := self._gone():
             return self._record(operation, self._failure(operation, "lost", lost))
-        needed = set(self.ranks if pending is None else pending) - {self.rank}
+        needed = set(pending or self.ranks) - {self.rank}
         left = tuple(rank for rank in self._status_store.left() if rank in needed)
         return self._record(operation, self._failure(operation, "left", left)) if left else None
 
@@ -653,7 +653,7 @@ class GroupHealth:
         """
         stated = Operation("device", operation, 0)
         found = self._failure(operation, "timeout", tuple(sorted(missing)), within_s)
-        return self._known_failure(stated, missing or None) or self._record(stated, found)
+        return self._known_failure(stated, missing) or self._record(stated, found)
 
     def close(self) -> bool:
         """Refuse every later call; calls that wait raise `ClosedError` within `SLICE_S`.

@@ -404,10 +404,13 @@ def test_a_transport_error_is_explained_by_a_failure_record(group: Group) -> Non
     assert error.missing == (9,)
 
 
-def test_a_transport_error_is_explained_by_a_rank_that_left(group: Group) -> None:
-    """A rank that leaves writes so to the status store."""
+@pytest.mark.parametrize("pending", [None, ()])
+def test_a_transport_error_is_explained_by_a_rank_that_left(
+    group: Group, pending: tuple[int, ...] | None
+) -> None:
+    """A rank that leaves writes so to the status store. A transfer that has failed may wait for nobody any more."""
     group.status_store.gone = (4, 6)
-    error = group.fails(FakeWork(0.0, RuntimeError("connection closed")))
+    error = group.fails(FakeWork(0.0, RuntimeError("connection closed"), pending=pending))
     assert isinstance(error, PeerLostError)
     assert error.peers == (6,)
     assert "destroyed by rank 6" in str(error)

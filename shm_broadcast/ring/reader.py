@@ -284,6 +284,9 @@ class RingReader(RingEnd):
             if self.guard is not None:
                 self.guard.look(call)
             return
+        if self._status(call) == _DATA:
+            # It has published this between the two looks, and then died.
+            return
         error = PeerLostError(
             f"{self._where(call)}: lost {self._describe_writer()}; close the queue",
             peers=() if self._writer < 0 else (self._writer,),

@@ -4,6 +4,7 @@ import logging
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,3 +359,21 @@ def test_closing_the_queue_ends_a_wait_for_readers_under_its_own_name() -> None:
         with pytest.raises(ClosedError, match=r"^wait_until_ready on queue 'steps'"):
             writer.wait_until_ready(20.0)
         closer.join()
+
+
+@pytest.mark.guarantee("B1")
+def test_the_last_message_of_a_writer_that_dies_between_two_looks_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reader finds no message, then the writer publishes one and dies, then the reader finds it dead."""
+    with queue() as (writer, [reader]):
+        ring: Any = reader._ring
+
+        def publishes_and_dies() -> tuple[int, ...]:
+            writer.enqueue("last")
+            return (0,)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ring, "_watch", SimpleNamespace(lost=publishes_and_dies))
+            ring.raise_if_lost("dequeue")
+        assert reader.dequeue(10.0) == "last"

@@ -124,12 +124,13 @@ class RemoteEnd(ABC):
         while not is_over():
             if timeout_s is not None and now - start >= timeout_s:
                 self._raise_late(call, timeout_s, *missing())
-            if self.warns and now >= warn_at:
-                logger.warning(
-                    "%s: waiting for %.0f s: %s",
-                    *(self._where(call), now - start, missing()[0]),
-                    extra=self.log_fields(call),
-                )
+            if now >= warn_at:
+                if self.warns:
+                    logger.warning(
+                        "%s: waiting for %.0f s: %s",
+                        *(self._where(call), now - start, missing()[0]),
+                        extra=self.log_fields(call),
+                    )
                 warn_at = now + self._settings.warn_after_s
             self._sleep(news, (warn_at if timeout_s is None else min(warn_at, start + timeout_s)) - now)
             now, news = time.monotonic(), self._news.next

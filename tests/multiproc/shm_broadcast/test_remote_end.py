@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shm_broadcast.endpoint import RemoteKeys
-from shm_broadcast.errors import ClosedError, UsageError
+from shm_broadcast.errors import ClosedError, CommTimeoutError, UsageError
 from shm_broadcast.queue import QueueWriter
 from tests.queue_ranks import DEADLINE_S, blob
 from tests.queues import background
@@ -120,3 +120,21 @@ def test_ctrl_c_ends_every_wait_and_the_queue_goes_on() -> None:
         counted(readers[1], sent)
         writer.enqueue("after", DEADLINE_S)
         assert readers[1].dequeue(DEADLINE_S) == "after"
+
+
+@pytest.mark.guarantee("R6")
+def test_a_reader_that_warns_nobody_sleeps_as_long_as_one_that_warns() -> None:
+    """Its wait has passed the time of the first warning; it looks again when the next one would be due."""
+    with remote_queue(warn_after_s=0.1) as (_, readers):
+        end: Any = readers[1]._ring
+        end.warns = False
+        looks, sleep = [], end._sleep
+
+        def counting(news: Any, left_s: float) -> None:
+            looks.append(left_s)
+            sleep(news, left_s)
+
+        end._sleep = counting
+        with pytest.raises(CommTimeoutError):
+            readers[1].dequeue(0.6)
+    assert 0 < len(looks) < 40

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Final
 
@@ -289,12 +290,14 @@ class BackendProcessGroup(TorchCollectives):
         if not self._parts.health.close():
             return
         deadline = time.monotonic() + within_s
-        self._calls.close(min(_CALLS_END_S, within_s))
-        self._parts.destroy(within_s, self._open_sends)
-        self._open_sends.clear()
-        self._calls.close(within_s / 2)
-        self._callbacks.close(max(deadline - time.monotonic(), 0.1))
-        self._beside.clear()
+        # What a signal handler raises ends one wait; everything is released all the same.
+        with ExitStack() as ending:
+            ending.callback(self._beside.clear)
+            ending.callback(lambda: self._callbacks.close(max(deadline - time.monotonic(), 0.1)))
+            ending.callback(self._calls.close, within_s / 2)
+            ending.callback(self._open_sends.clear)
+            ending.callback(self._parts.destroy, within_s, self._open_sends)
+            self._calls.close(min(_CALLS_END_S, within_s))
 
 
 def _wire(tag: int) -> int:

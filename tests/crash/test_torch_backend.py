@@ -170,6 +170,46 @@ def test_abort_ends_a_call_that_waits(ranks2: RankPool) -> None:
     assert (there["kind"], there["ranks"]) == ("BackendPeerLostError", [0])
 
 
+def interrupted_end(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with torch_world(rank, world_size, directory):
+        group: Any = dist.new_group()
+        dist.all_reduce(torch.ones(2), group=group)
+        found: list[Any] = []
+        meet(rank, range(world_size), directory, "reduced")
+        if rank == 0:
+            backend = group._get_backend(torch.device("cpu"))
+            close = backend._calls.close
+            backend._calls.close = raises_once(close)
+            with pytest.raises(KeyboardInterrupt):
+                backend.shutdown()
+            backend.shutdown()
+        else:
+            found = [outcome(lambda: dist.all_reduce(torch.ones(2), group=group))]
+        dist.barrier()
+        return found
+
+
+def raises_once(close: Callable[[float], None]) -> Callable[[float], None]:
+    """Return `close` as a handler leaves it that raises in the first call."""
+    calls = []
+
+    def closing(within_s: float) -> None:
+        calls.append(within_s)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        close(within_s)
+
+    return closing
+
+
+@pytest.mark.guarantee("G48")
+def test_an_interrupt_of_the_end_releases_everything(ranks2: RankPool) -> None:
+    """The other rank learns at once that this one has left, and nothing of the group stays."""
+    _, (there,) = ranks2.run(interrupted_end)
+    assert (there["kind"], there["ranks"]) == ("BackendPeerLostError", [0])
+    assert there["seconds"] < PROMPT_S
+
+
 def forked(rank: int, world_size: int, directory: Path) -> list[int]:
     statuses = []
     with torch_world(rank, world_size, directory):

@@ -29,7 +29,8 @@ class _Waiting:
 
 
 _waiting: Final[dict[str, _Waiting]] = {}
-_lock: Final = threading.Lock()
+# A signal handler may withdraw an offer while this thread makes or takes one.
+_lock: Final = threading.RLock()
 
 
 def offer(host: str | None = None, ports: tuple[int, int] | None = None) -> Offer:

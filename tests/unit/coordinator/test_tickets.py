@@ -1,7 +1,9 @@
 """Offers and tickets of a meeting: what they hold, and which start they are good for."""
 
+import itertools
 import os
 import socket
+from functools import partial
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from coordinator.meeting.offers import take
 from coordinator.meeting.tickets import checked
 from coordinator.parallel_state import init_distributed_environment
 from shm_broadcast.errors import UsageError
+from tests.handlers import handling_at
 
 HERE = "127.0.0.1"
 PLACES = [(0, 2), (1, 2)]
@@ -220,3 +223,20 @@ def test_ports_need_an_address() -> None:
         offer(ports=(1, 2))
     with pytest.raises(UsageError, match="first and the last one"):
         offer(HERE, (30, 20))
+
+
+@pytest.mark.guarantee("M2")
+def test_a_handler_may_withdraw_an_offer_while_another_one_is_made() -> None:
+    """It runs in every place of `offer`, and waits for nobody."""
+    for step in itertools.count():
+        first, made = offer(HERE), list[Offer]()
+
+        def make(made: list[Offer] = made) -> None:
+            made.append(offer(HERE))
+
+        has_come = handling_at(step, make, partial(withdraw, first.token), ("/offers.py", "/liveness.py"))
+        withdraw(made[0].token)
+        if not has_come:
+            withdraw(first.token)
+            break
+    assert step > 3

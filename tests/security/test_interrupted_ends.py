@@ -302,6 +302,8 @@ def interrupted_stateless(rank: int, world_size: int, directory: Path) -> list[l
                 patched.setattr(group._parts.process_groups, "destroy", strike)
             with pytest.raises(StruckError):
                 group.destroy()
+        # zmq closes its listener on a thread of its own.
+        wait_until(lambda: not listening_addresses(), "the end of the listener")
         found.append(listening_addresses())
     return found
 

@@ -26,7 +26,7 @@ from shm_broadcast.liveness import fork_count
 from tests.handlers import Interrupt, handling_at, raising_at
 from tests.harness import RankPool
 from tests.leaks import Snapshot, leaked_since
-from tests.ports import free_port, listening_addresses, listening_ports
+from tests.ports import free_port, listening_ports
 from tests.secured import HERE, VALUE, check_nothing, place, ranks_of, server_of
 from tests.waiting import wait_until
 
@@ -60,7 +60,7 @@ def test_a_world_whose_end_is_interrupted_anywhere_leaves_nothing(
             return join_address(HERE, port, 0, 1, settings)
         return join_rendezvous(1, 0, f"file://{tmp_path}/meet", settings, False, False)
 
-    before = Snapshot.take()
+    before, others = Snapshot.take(), listening_ports()
     ends: list[Callable[[int], bool]] = [
         lambda step: raising_at(step, leave_world, LEAVING),
         lambda step: handling_at(step, leave_world, leave_world, LEAVING),
@@ -72,7 +72,7 @@ def test_a_world_whose_end_is_interrupted_anywhere_leaves_nothing(
             comes = end(step)
             leave_world()
             assert rendezvous._world is None
-            assert listening_addresses() == []
+            assert listening_ports() == others
             assert not (tmp_path / "meet").exists()
             step += 1
         assert step > 15
@@ -103,11 +103,12 @@ def strike() -> None:
 def test_ctrl_c_while_rank_0_waits_for_the_others_to_leave_ends_its_store(tmp_path: Path) -> None:
     """Without a second call: a rank that is still there is told, and the next world meets at the same address."""
     settings, port = settings_of(tmp_path), free_port()
+    others = listening_ports()
     keep(join_address(HERE, port, 0, 2, settings))
     other = join_address(HERE, port, 1, 2, settings)
     with alarm(0.03, strike), pytest.raises(StruckError):
         leave_world()
-    assert listening_addresses() == []
+    assert listening_ports() == others
     with pytest.raises(dist.DistNetworkError, match="rank 0 has left"):
         other.store.check(["a"])
     other.leave()
@@ -151,13 +152,13 @@ def test_a_launchers_store_that_does_not_answer_ends_the_meeting_at_the_deadline
 
 def test_rank_0_that_is_interrupted_while_it_meets_by_hint_leaves_no_store() -> None:
     """Nobody takes the store that a thread has opened meanwhile."""
-    before = Snapshot.take()
+    before, others = Snapshot.take(), listening_ports()
     outer = SlowStore()
     with pytest.raises(StruckError):
         by_hint(outer, 0, strike, timeout_s=60.0)
     outer.goes_on.set()
     assert leaked_since(before) == []
-    assert listening_addresses() == []
+    assert listening_ports() == others
 
 
 class EndedStore(dist.HashStore):

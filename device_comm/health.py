@@ -178,7 +178,7 @@ class GroupHealth:
         # Ranks whose process has ended after they had destroyed the group.
         self._excused: set[int] = set()
         # How many calls of a host plane without shared memory this rank has refused.
-        self.untold_refusals = 0
+        self.untold_refusals: int = 0
         self._fork_count = fork_count()
         # `next` on a count is atomic under the GIL and faster than a lock; the group's own thread calls `begin` too.
         self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}

@@ -33,14 +33,13 @@ from coordinator.security.records import (
     packed,
     unpack,
 )
-from shm_broadcast._core import undisturbed
+from coordinator.security.store_thread import StoreThread
 from shm_broadcast.descriptors import new_eventfd
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys
 from shm_broadcast.errors import DecodeError, UsageError
 from shm_broadcast.liveness import fork_count
 from shm_broadcast.remote.wire import connect, new_context
-from shm_broadcast.reports.log_fields import LogFields, log_fields
-from shm_broadcast.threads import DaemonThread
+from shm_broadcast.reports.log_fields import log_fields
 
 __all__ = ["StoreClient"]
 
@@ -54,9 +53,6 @@ _CHECK_EVERY_S: Final = 0.1
 _PAUSE_S: Final = 0.1
 # How long zmq may take to send BYE.
 _FAREWELL_MS: Final = 200
-# `close` waits this long for the thread. A signal handler that calls it may have interrupted code that holds a lock,
-# for which the thread waits to tell of a loss; it then ends a little later, and needs nobody for that.
-_END_S: Final = 5.0
 
 
 class _Pending:
@@ -82,7 +78,7 @@ class _Pending:
         return True
 
 
-class StoreClient:
+class StoreClient(StoreThread):
     """This rank's connection to the store. Any thread may use it.
 
     A connection that breaks once it was welcomed is not made again: what was on its way may have been lost. Every later
@@ -103,14 +99,12 @@ class StoreClient:
         Raises:
             CapabilityError: The kernel refuses a descriptor.
         """
+        super().__init__("group-coordinator-store-client", log_fields(rank=rank))
         self.generation: bytes = NO_GENERATION
         self._rank = rank
         self._process = secrets.randbits(64)
         self._url = endpoint.url()
-        self._fields: LogFields = log_fields(rank=rank)
         self._numbers = itertools.count(1)
-        # A signal handler that interrupts a call may make another one.
-        self._lock = threading.RLock()
         self._pending: dict[int, _Pending] = {}
         self._outbox: deque[bytes] = deque()
         self._welcome = _Pending()
@@ -121,11 +115,7 @@ class StoreClient:
         self._lost: dict[int, str] = {}
         self._on_lost: Callable[[int, str], None] | None = None
         self._connections = self._failed_handshakes = self._refusals = 0
-        self._forks = fork_count()
-        self._is_stopping = False
-        # Taken by who releases everything: the thread, or the constructor if that cannot start it.
-        self._release_once = threading.Lock()
-        self._wake = new_eventfd()  # -1 once it is closed
+        self._wake = new_eventfd()
         try:
             self._context = new_context(1)
             try:
@@ -136,14 +126,7 @@ class StoreClient:
         except BaseException:
             os.close(self._wake)
             raise
-        self._thread = DaemonThread(self._serve, "group-coordinator-store-client")
-        try:
-            self._thread.start()
-        except BaseException:
-            self._stop()
-            if self._release_once.acquire(blocking=False):
-                self._end()
-            raise
+        self._start()
 
     # --- calls of any thread ----------------------------------------------------------------------------------
 
@@ -232,42 +215,16 @@ class StoreClient:
             raise dist.DistNetworkError(f"{what}: {pending.error}")
         return pending.answer
 
-    def close(self) -> None:
-        """Close the connection, and end all waits. Idempotent; does nothing in a forked child.
-
-        Blocks until the thread has released everything, which it does also if this is interrupted, at most `_END_S`.
-        """
-        if self._forks == fork_count():
-            undisturbed(self._close)
-
-    def _close(self) -> None:
-        self._stop()
-        self._thread.join(_END_S)
-        if self._thread.is_alive():
-            logger.warning(
-                "%r has not ended within %.1f s, and will later", self, _END_S, extra=self._fields.copy()
-            )
-
-    def _stop(self) -> None:
-        with self._lock:
-            self._is_stopping = True
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-
     # --- the thread -------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        if not self._release_once.acquire(blocking=False):
-            return  # it could be started, and was then interrupted
+    def _run(self) -> None:
         try:
             self._loop()
         except Exception as error:
             logger.exception("the connection to the store of this job has failed", extra=self._fields.copy())
             self._break(f"its thread has failed: {error!r}")
-        finally:
-            self._end()
 
-    def _end(self) -> None:
+    def _close_sockets(self) -> None:
         self._dealer.disable_monitor()
         self._monitor.close(0)
         is_connected = self._is_welcome and self._broken is None
@@ -278,9 +235,6 @@ class StoreClient:
         self._dealer.close(_FAREWELL_MS if is_connected else 0)
         self._break(_CLOSED)
         self._context.term()
-        with self._lock:
-            os.close(self._wake)
-            self._wake = -1
 
     def _loop(self) -> None:
         poller = zmq.Poller()

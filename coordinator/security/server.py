@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,15 +24,14 @@ from coordinator.security.records import (
     question_of,
     unpack,
 )
+from coordinator.security.store_thread import StoreThread
 from coordinator.security.table import Asker, Table
 from shm_broadcast._core import undisturbed
 from shm_broadcast.descriptors import new_eventfd
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import DecodeError, UsageError
-from shm_broadcast.liveness import fork_count
 from shm_broadcast.remote.wire import Gatekeeper, Socket, listen, new_context
-from shm_broadcast.reports.log_fields import LogFields, log_fields
-from shm_broadcast.threads import DaemonThread
+from shm_broadcast.reports.log_fields import log_fields
 
 __all__ = ["StoreServer"]
 
@@ -43,9 +41,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 _TIDY_S: Final = 1.0
 # How long zmq may take to send the last answers.
 _FAREWELL_MS: Final = 200
-# `close` waits this long for the thread. A signal handler that calls it may have interrupted code that holds a lock,
-# for which the thread waits to write to the log; it then ends a little later, and needs nobody for that.
-_END_S: Final = 5.0
 # A connection that zmq says has ended is looked for this long, since zmq lets go of it a little later.
 _SUSPECTED_S: Final = 2.0
 # How long what it has sent may take to be read, where others never stop to send.
@@ -71,7 +66,7 @@ class _Member(NamedTuple):
     process: int
 
 
-class StoreServer:
+class StoreServer(StoreThread):
     """Holds the keys of a job and answers its ranks, on a thread of its own. Any thread may call `close`.
 
     It tells all ranks of one whose connection ends without a BYE.
@@ -102,24 +97,19 @@ class StoreServer:
             UsageError: The address is not of this host, or a wildcard.
             CapabilityError: No port of the range is free, or the kernel refuses a descriptor.
         """
+        super().__init__("group-coordinator-store", log_fields(rank=0))
         self.generation: bytes = secrets.token_bytes(GENERATION_BYTES)
         self._table = Table()
-        self._fields: LogFields = log_fields(rank=0)
         self._refused = 0
         self._members: list[_Member] = []  # in the order of their HELLO
         self._suspects: dict[bytes, float] = {}  # since when a connection is looked for, by route
         self._lost: dict[int, str] = {}
-        self._forks = fork_count()
-        self._is_stopping = False
-        # Taken by who releases everything: the thread, or the constructor if that cannot start it.
-        self._release_once = threading.Lock()
-        # A signal handler that interrupts `close` may call it.
-        self._lock = threading.RLock()
+        self._linger_ms = 0  # how long zmq may go on to send when the sockets are closed
         with ExitStack() as opened:
             with ExitStack() as unused:
                 if descriptor is not None:
                     unused.callback(os.close, descriptor)
-                self._wake = new_eventfd()  # -1 once it is closed
+                self._wake = new_eventfd()
                 opened.callback(os.close, self._wake)
                 self._context = new_context(1)
                 opened.callback(self._context.term)
@@ -135,62 +125,25 @@ class StoreServer:
                 lambda: self._router.get_monitor_socket(zmq.Event.DISCONNECTED)
             )
             opened.pop_all()
-        self._thread = DaemonThread(self._serve, "group-coordinator-store")
-        try:
-            self._thread.start()
-        except BaseException:
-            self._stop()
-            if self._release_once.acquire(blocking=False):
-                self._end(0)
-            raise
+        self._start()
 
-    def close(self) -> None:
-        """Stop serving. Idempotent; does nothing in a forked child.
-
-        Blocks until the thread has released everything, which it does also if this is interrupted, at most `_END_S`.
-        """
-        if self._forks == fork_count():
-            undisturbed(self._close)
-
-    def _close(self) -> None:
-        self._stop()
-        self._thread.join(_END_S)
-        if self._thread.is_alive():
-            logger.warning(
-                "%r has not ended within %.1f s, and will later", self, _END_S, extra=self._fields.copy()
-            )
-
-    def _stop(self) -> None:
-        with self._lock:
-            self._is_stopping = True
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-
-    def _serve(self) -> None:
-        if not self._release_once.acquire(blocking=False):
-            return  # it could be started, and was then interrupted
-        linger_ms = 0
+    def _run(self) -> None:
         try:
             self._loop()
             for member in self._members:
                 self._say(member.route, pack(Kind.END, 0, 0, self.generation))
-            linger_ms = _FAREWELL_MS
+            self._linger_ms = _FAREWELL_MS
         except Exception:
             # Whoever waits for an answer must not hang: all ranks notice that their connection ends.
             logger.exception("the store of this job has failed", extra=self._fields.copy())
-        finally:
-            self._end(linger_ms)
 
-    def _end(self, linger_ms: int) -> None:
+    def _close_sockets(self) -> None:
         self._router.disable_monitor()
         self._monitor.close(0)
-        self._router.close(linger_ms)
+        self._router.close(self._linger_ms)
         # Each connection has a pipe to it, and waits for it to close that.
         self._gatekeeper.socket.close(0)
         self._context.term()
-        with self._lock:
-            os.close(self._wake)
-            self._wake = -1
 
     def _loop(self) -> None:
         poller = zmq.Poller()

@@ -18,7 +18,7 @@ from coordinator.bootstrap.methods.address import Rendezvous, join_address
 from coordinator.bootstrap.rendezvous import join_rendezvous, leave_world
 from coordinator.bootstrap.secured import meet_by_hint
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
-from coordinator.security import client as client_module
+from coordinator.security import store_thread
 from coordinator.security.store import secured
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommTimeoutError, NativeError, UsageError
@@ -30,7 +30,11 @@ from tests.ports import free_port, listening_ports
 from tests.secured import HERE, VALUE, check_nothing, place, ranks_of, server_of
 from tests.waiting import wait_until
 
-LEAVING = ("/bootstrap/rendezvous.py", "/methods/address.py", "/security/store.py", "/security/client.py")
+LEAVING = (
+    "/bootstrap/rendezvous.py",
+    "/methods/address.py",
+    *(f"/security/{name}.py" for name in ("store", "client", "store_thread")),
+)
 
 
 def settings_of(directory: Path, **settings: Any) -> CoordinatorSettings:
@@ -52,7 +56,7 @@ def test_a_world_whose_end_is_interrupted_anywhere_leaves_nothing(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a second call has returned, or a handler's call within the first: the address is free, no file is left."""
-    monkeypatch.setattr(client_module, "_END_S", 0.1)
+    monkeypatch.setattr(store_thread, "_END_S", 0.1)
     settings, port = settings_of(tmp_path), free_port()
 
     def meet() -> Rendezvous:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from coordinator.bootstrap.connections import connection_of_its_own
 from coordinator.host.process_groups import GlooOptions, new_unregistered_gloo_group
 from coordinator.security import client as client_module
-from coordinator.security import server as server_module
+from coordinator.security import store_thread
 from coordinator.security.opening import _pings, connect_to
 from coordinator.security.place import Place
 from coordinator.security.records import LONGEST_QUESTION
@@ -345,7 +345,7 @@ def test_a_forked_child_cannot_use_it(
 ) -> None:
     """It has neither the threads nor the connection; the parent's is not disturbed."""
     with monkeypatch.context() as patched:
-        for module in (client_module, server_module):
+        for module in (client_module, store_thread):
             patched.setattr(module, "fork_count", lambda: 99)
         with pytest.raises(UsageError, match="belongs to the process that forked this one"):
             pair[1].check(["a"])

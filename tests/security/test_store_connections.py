@@ -11,6 +11,7 @@ import zmq
 
 from coordinator.security import client as client_module
 from coordinator.security import server as server_module
+from coordinator.security import store_thread
 from coordinator.security.keys import keys_of_rank, keys_of_store
 from coordinator.security.opening import connect_to, serve_at
 from coordinator.security.records import NO_GENERATION, Kind, pack
@@ -54,13 +55,15 @@ def test_a_rank_keeps_the_connection_that_follows_a_failed_one(said: bytes) -> N
             came[0].close()
 
 
-CLOSING = ("/security/client.py", "/security/server.py", "/security/store.py", "/shm_broadcast/threads.py")
+CLOSING = (
+    *(f"/security/{name}.py" for name in ("client", "server", "store", "store_thread")),
+    "/shm_broadcast/threads.py",
+)
 
 
 def test_a_signal_handler_may_close_the_store_that_is_being_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every place where Python would run it: nothing waits for itself, and nothing is closed twice or left open."""
-    for module in (client_module, server_module):
-        monkeypatch.setattr(module, "_END_S", 0.2)
+    monkeypatch.setattr(store_thread, "_END_S", 0.2)
     before = Snapshot.take()
     step, comes = 0, True
     while comes:
@@ -88,7 +91,7 @@ def test_a_close_waits_a_while_only_for_who_is_being_told_of_a_loss(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A handler that closes the store may have interrupted who holds a lock. All is released once that goes on."""
-    monkeypatch.setattr(client_module, "_END_S", 0.2)
+    monkeypatch.setattr(store_thread, "_END_S", 0.2)
     before = Snapshot.take()
     held, is_told = threading.Lock(), threading.Event()
 

@@ -1,0 +1,96 @@
+"""The thread that alone uses the sockets of one end of the store, and releases them when it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from abc import ABC, abstractmethod
+from typing import Final
+
+from shm_broadcast._core import undisturbed
+from shm_broadcast.liveness import fork_count
+from shm_broadcast.reports.log_fields import LogFields
+from shm_broadcast.threads import DaemonThread
+
+__all__ = ["StoreThread"]
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+# `close` waits this long for the thread. A signal handler that calls it may have interrupted code that holds a lock,
+# for which the thread waits to tell of a loss or to write to the log; it then ends a little later, and needs nobody for
+# that.
+_END_S: Final = 5.0
+
+
+class StoreThread(ABC):
+    """The client or the server of the store. Any thread, and any signal handler at any place, may call `close`."""
+
+    def __init__(self, name: str, fields: LogFields) -> None:
+        """Open nothing; `_start` starts the thread `name` once all is open."""
+        self._fields = fields
+        self._forks = fork_count()
+        self._is_stopping = False
+        # A signal handler that interrupts a call may make another one.
+        self._lock = threading.RLock()
+        # Taken by who releases everything: the thread, or `_start` if it cannot start that.
+        self._release_once = threading.Lock()
+        self._wake = (
+            -1
+        )  # an eventfd that wakes the thread; the subclass opens it, and the thread closes it last
+        self._thread = DaemonThread(self._serve, name)
+
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+        except BaseException:
+            self._stop()
+            if self._release_once.acquire(blocking=False):
+                self._release()
+            raise
+
+    def close(self) -> None:
+        """End the thread. Idempotent; does nothing in a forked child.
+
+        Blocks until the thread has released everything, which it does also if this is interrupted, at most `_END_S`.
+        """
+        if self._forks == fork_count():
+            undisturbed(self._close)
+
+    def _close(self) -> None:
+        self._stop()
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "%r has not ended within %.1f s, and will later", self, _END_S, extra=self._fields.copy()
+            )
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_stopping = True
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    # --- the thread -------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        if not self._release_once.acquire(blocking=False):
+            return  # it could be started, and was then interrupted
+        try:
+            self._run()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._close_sockets()
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Work until `_is_stopping` is set."""
+
+    @abstractmethod
+    def _close_sockets(self) -> None:
+        """Say goodbye if that is still possible, and close the sockets and their context."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError
@@ -70,16 +69,6 @@ class PageMemory:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        """Return this object."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
-        self.close()
 
 
 class _Part(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -149,7 +150,7 @@ def _read(links: Iterable[str], records: bool) -> Page | None:
             memory = PageMemory(link)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        with memory:
+        with closing(memory):
             copy = memory.copy()
         # A page that is being made has no magic number yet.
         return decode_page(copy, records) if any(copy[:8]) else None

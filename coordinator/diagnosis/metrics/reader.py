@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import closing
 
 import msgspec
 
@@ -74,7 +75,7 @@ def _with_records(found: Found) -> Page | None:
 def _decoded(link: str, wanted: Page) -> Page | None:
     """Return the page `link` with its calls if it is that of the process of `wanted`."""
     try:
-        with PageMemory(link) as memory:
+        with closing(PageMemory(link)) as memory:
             copy = memory.copy()
         if _process(decode_page(copy, records=False)) != _process(wanted):
             return None

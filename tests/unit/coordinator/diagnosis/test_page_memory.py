@@ -4,7 +4,7 @@ import mmap
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ def page_in_a_file(directory: Path) -> Iterator[tuple[OwnPage, Path]]:
 
 
 def copied(path: Path) -> Page:
-    with PageMemory(str(path)) as memory:
+    with closing(PageMemory(str(path))) as memory:
         return decode_page(memory.copy())
 
 
@@ -46,10 +46,10 @@ def test_a_file_is_copied_as_a_memfd_is(tmp_path: Path) -> None:
         lane = group.lane("device", "ring")
         lane.begin(kind_of("barrier"), 1, 0, 0)
         lane.end(Outcome.DONE)
-        with PageMemory(str(path)) as memory:
+        with closing(PageMemory(str(path))) as memory:
             assert memory.copy() == _core.status_copy(page.segment.memory)
         group.leave()
-    with page_in_a_file(tmp_path / "other") as (page, path), PageMemory(str(path)) as memory:
+    with page_in_a_file(tmp_path / "other") as (page, path), closing(PageMemory(str(path))) as memory:
         path.unlink()
         assert decode_page(memory.copy()).pid == os.getpid()
 
@@ -88,7 +88,7 @@ def test_a_record_that_changes_between_two_reads_is_read_again(
             return data
 
         monkeypatch.setattr(page_memory, "_read", changing)
-        with PageMemory(str(path)) as held:
+        with closing(PageMemory(str(path))) as held:
             assert held.copy()[at + 8 : at + 16] == b"\7" * 8
         assert reads.count(PAGE_BYTES) == 3
         assert len(reads) == 6
@@ -103,7 +103,7 @@ def test_a_file_that_is_made_shorter_does_not_end_who_looks(tmp_path: Path) -> N
         try:
             sampler._search()
             assert [seen.holders for seen in sampler.sample().seen if seen.page.pid == os.getpid()]
-            with PageMemory(str(path)) as memory:
+            with closing(PageMemory(str(path))) as memory:
                 os.truncate(path, mmap.PAGESIZE)
                 with pytest.raises(DecodeError, match="made shorter"):
                     memory.copy()

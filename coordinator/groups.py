@@ -322,6 +322,7 @@ class ParallelGroups(ChangingGroups):
         parts = {name: getattr(self, name) for name in _PARTS}
         record = dataclasses.replace(self, layout=layout, **{**parts, **created})
         record._retired.extend([*self._retired, *(parts[name] for name in created)])  # noqa: SLF001 - ours
+        record._callbacks.extend(self._callbacks)  # noqa: SLF001 - ours
         return record
 
     def with_change(self, change: Change) -> Self:
@@ -329,13 +330,14 @@ class ParallelGroups(ChangingGroups):
         return dataclasses.replace(self, change=change)
 
     def _membership(self) -> Membership:
+        self.world._health.check_owner("a change of members")  # noqa: SLF001 - ours
         parts = self.world._parts  # noqa: SLF001 - ours
         if parts.world is None:
             raise UsageError("the members of fake groups cannot change")
         recipe = Recipe(
             self.layout,
             tuple(name for name in EXTRA_GROUPS if getattr(self, name) is not None),
-            has_queues=self.world.mq_broadcaster is not None,
+            has_queues=self.world._has_had_broadcaster,  # noqa: SLF001 - ours
             has_token_group=self.ep.token_group is not None,
             backend=self.world.torch_distributed_backend,
         )
@@ -387,8 +389,16 @@ class ParallelGroups(ChangingGroups):
             raise
         record.world._parts.after.append(own.leave)  # noqa: SLF001 - ours
         if recipe.has_token_group:
-            record.ep.token_group = record.dp if layout.data > 1 else record.cp
+            record._set_token_group()
         return record
+
+    def _set_token_group(self) -> None:
+        """Let that one of `dp` and `cp` make the calls of `ep` in which tokens differ that are not sharded.
+
+        Where they differ in both, `ep` makes them itself.
+        """
+        is_one = 1 in (self.layout.data, self.layout.context)
+        self.ep.token_group = (self.dp if self.layout.data > 1 else self.cp) if is_one else None
 
     def _destroy_all(self) -> None:
         self.destroy()

@@ -246,8 +246,8 @@ def initialize_model_parallel(
         world=world,
         extra_groups=extra_groups,
     )
-    if layout.expert is None and 1 in (layout.data, layout.context):
-        groups.ep.token_group = groups.dp if layout.data > 1 else groups.cp
+    if layout.expert is None:
+        groups._set_token_group()  # noqa: SLF001 - ours
     set_default_groups(groups)
 
 

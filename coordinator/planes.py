@@ -52,6 +52,8 @@ class GroupPlanes:
     overridden: ClassVar[Mapping[str, str]] = {}
     _host: HostPlane
     _broadcaster: Broadcaster | None = None
+    # Stays when the group is destroyed: the group of the next epoch gets one, too.
+    _has_had_broadcaster: bool = False
     # The broadcaster's writer, for `broadcast_object`: the rank whose objects go through the queue.
     _queue_source: object = _NO_RANK
     _exchange: Callable[[Any], Any]
@@ -68,6 +70,7 @@ class GroupPlanes:
     def _adopt_queue(self, broadcaster: Broadcaster | None) -> None:
         """Broadcast the objects of the queue's writer through it from now on; None ends this."""
         self._broadcaster = broadcaster
+        self._has_had_broadcaster |= broadcaster is not None
         if broadcaster is None:
             self._queue_source = _NO_RANK
             self._order.adopt(None, -1, is_writer=False)

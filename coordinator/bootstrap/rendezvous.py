@@ -244,12 +244,13 @@ def join_later(init_method: str) -> tuple[dist.Store, Callable[[], None]]:
     path = _path_of(urlsplit(init_method))
     if path is None:
         raise UsageError(f"store is {init_method!r}, but must be a store or file:///DIRECTORY")
-    rendezvous = DirectoryRendezvous(path, -1, 0)
+    rendezvous, forks = DirectoryRendezvous(path, -1, 0), fork_count()
     store = rendezvous.join_later()
 
     def leave() -> None:
         atexit.unregister(leave)
-        rendezvous.leave()
+        if forks == fork_count():  # a forked child runs this at its end, too
+            rendezvous.leave()
 
     atexit.register(leave)
     return store, leave

@@ -20,7 +20,7 @@ from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, ExcludedError, UsageError
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity, name_host, this_process
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
 
 __all__ = ["Create", "Membership", "Plan", "PlanStatus", "join_members", "prepare", "rebuild"]
 
@@ -222,6 +222,7 @@ class Plan(Generic[Groups]):
         self._then = then
         self._part = part
         self._old = old
+        self._forks = fork_count()
         self._end = end
         self._timeout_s = timeout_s
         self._phase: Phase = "prepared"
@@ -239,6 +240,8 @@ class Plan(Generic[Groups]):
         return PlanStatus(f"epoch-{self._end.number}", self._phase, self._may_end if is_over else ())
 
     def _run(self, call: str, steps: protocol.Steps) -> str:
+        if self._forks != fork_count():
+            raise UsageError(f"{call}: the change belongs to the process that forked this one")
         line = self._old.world.line()
         where = f"{call} (rank {self._old.world.rank} of epoch {line.epoch})"
         driver = Driver(line.store, line.me, self._part, Deadlines(self._timeout_s), where)

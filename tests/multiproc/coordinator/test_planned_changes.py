@@ -1,18 +1,26 @@
 """Planned changes: ranks leave and join while the others serve."""
 
+import atexit
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from coordinator.elastic import Plan
 from coordinator.elastic.joining import join_distributed_environment
 from coordinator.errors import ClosedError, CommTimeoutError, DisagreementError, UsageError
 from coordinator.groups import ParallelGroups
-from coordinator.parallel_state import destroy_distributed_environment
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_current_groups,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from coordinator.settings import CoordinatorSettings
 from tests.harness import run_ranks
 from tests.multiproc.coordinator.test_rebuild import elastic_groups, end, failing, use
@@ -195,3 +203,114 @@ def test_a_rank_that_is_not_named_never_leaves() -> None:
     told = "the layout has no place for rank(s) [2]: let them leave too"
     assert found[2:] == [[told], [told]]
     assert found[:2] == [[told, 1.0, 1.0, 0.0, [0, 1]], [told, 1.0, 1.0, 1.0, [0, 1]]]
+
+
+def spreads(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    first = world_size // 2
+    if rank >= first:
+        wait_until((directory / "serving").exists, "the others", TIMEOUT_S)
+        settings = CoordinatorSettings.resolve(timeout_s=10.0)
+        groups = join_distributed_environment(
+            f"file://{directory}/store", settings=settings, timeout_s=2 * TIMEOUT_S
+        )
+    else:
+        init_distributed_environment(
+            first, rank, f"file://{directory}/store", backend="gloo", timeout=10.0, elastic=True
+        )
+        initialize_model_parallel(prefill_context_model_parallel_size=first)
+        groups = get_current_groups()
+        assert groups.ep.token_group is groups.cp
+        (directory / "serving").touch()
+        wait_until(lambda: groups.pending_members() == first, "processes that join", TIMEOUT_S)
+        groups.world.barrier()
+        committed = groups.prepare(join=first, timeout_s=TIMEOUT_S).commit()
+        assert committed is not None
+        groups = committed
+    sizes = [groups.layout.data, groups.layout.context]
+    # Each rank is an expert, to which all tokens go, and which multiplies by a power of ten of its own.
+    rows, *_ = groups.ep.dispatch(torch.ones(1, 1), torch.zeros(1, 1), is_sequence_parallel=False)
+    sums = groups.ep.combine(rows * 10.0**groups.world.rank, is_sequence_parallel=False)
+    found = {"sizes": sizes, "token_group": groups.ep.token_group, "sums": sums.tolist()}
+    groups.world.barrier()
+    if rank < first:
+        end(groups)
+    else:
+        groups.destroy()
+    return found
+
+
+@pytest.mark.guarantee("E8")
+def test_a_change_that_spreads_tokens_over_two_dimensions_reaches_all_experts() -> None:
+    """As in groups that are created with that layout: `ep` itself makes the calls."""
+    for each in run_ranks(spreads, 4):
+        assert each == {"sizes": [2, 2], "token_group": None, "sums": [[1111.0]]}
+
+
+def forks(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Fork a child of each rank, which runs what an interpreter runs at its end; the last rank has joined."""
+    if rank == world_size - 1:
+        wait_until((directory / "serving").exists, "the other", TIMEOUT_S)
+        settings = CoordinatorSettings.resolve(timeout_s=10.0)
+        groups = join_distributed_environment(
+            f"file://{directory}/store", settings=settings, timeout_s=2 * TIMEOUT_S
+        )
+    else:
+        groups = elastic_groups(rank, world_size - 1, directory)
+        (directory / "serving").touch()
+        wait_until(lambda: groups.pending_members() == 1, "a process that joins", TIMEOUT_S)
+        plan = groups.prepare(join=1, timeout_s=TIMEOUT_S)
+        child = os.fork()
+        if child == 0:
+            os._exit(not (refuses(plan.commit) and refuses(plan.abort) and refuses(groups.pending_members)))
+        assert os.waitpid(child, 0)[1] == 0
+        committed = plan.commit()
+        assert committed is not None
+        groups = committed
+    before = sorted(path.name for path in (directory / "store").rglob("*"))
+    groups.world.barrier()
+    child = os.fork()
+    if child == 0:
+        atexit._run_exitfuncs()
+        os._exit(not (refuses(groups.rebuild) and refuses(groups.prepare)))
+    assert os.waitpid(child, 0)[1] == 0
+    groups.world.barrier()
+    after = sorted(path.name for path in (directory / "store").rglob("*"))
+    found = [sorted({*before} - {*after}), groups.pending_members()]
+    groups.world.barrier()
+    if rank < world_size - 1:
+        end(groups)
+    else:
+        groups.destroy()
+    return found
+
+
+def refuses(call: Callable[[], object]) -> bool:
+    """Return whether a call says that it belongs to the process that forked this one."""
+    try:
+        call()
+    except UsageError as error:
+        return "the process that forked this one" in str(error)
+    return False
+
+
+@pytest.mark.guarantee("G10")
+def test_a_forked_child_neither_changes_members_nor_leaves_for_its_parent() -> None:
+    """It is refused at once, and its end removes nothing of the run."""
+    assert run_ranks(forks, 2) == [[[], 0]] * 2
+
+
+def remembers(rank: int, world_size: int, directory: Path) -> list[Any]:
+    groups = elastic_groups(rank, world_size, directory)
+    groups.on_rebuild(lambda _: None)
+    sharded = groups.with_sharding(world_size)
+    groups.world.enable_broadcaster()
+    groups.world.barrier()
+    sharded.destroy()
+    destroy_distributed_environment()
+    return [sharded._membership().recipe.has_queues, len(sharded._callbacks)]
+
+
+@pytest.mark.guarantee("E5", "E21")
+def test_a_record_remembers_its_queues_and_callbacks() -> None:
+    """Though its groups are destroyed, as behind a rebuild that has failed; also with other shards."""
+    assert run_ranks(remembers, 2) == [[True, 1]] * 2

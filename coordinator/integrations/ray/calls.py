@@ -21,6 +21,15 @@ __all__ = ["collect"]
 
 # By these a rank reports what another rank has done: whoever caused it may still be to come.
 _CONSEQUENCES: Final = (PeerLostError, GroupBrokenError, CommTimeoutError, DisagreementError)
+# Ray's errors by which an actor, its process or its node has ended. All others concern one call: that it was cancelled,
+# or that its result cannot be had here, as of a class that the driver cannot import.
+_DEATHS: Final = (
+    "RayActorError",
+    "WorkerCrashedError",
+    "NodeDiedError",
+    "OutOfMemoryError",
+    "OwnerDiedError",
+)
 # Ray's text on a dead actor is long.
 _MOST_TEXT: Final = 300
 
@@ -88,6 +97,7 @@ def collect(
         Exception: What a rank has raised: the one that no other rank has caused, if there is one.
     """
     ray = import_ray()
+    deaths = tuple(getattr(ray.exceptions, name) for name in _DEATHS)
     state, pending = _Calls(where, seats), {call: rank for rank, call in enumerate(calls)}
     end = None if timeout_s is None else time.monotonic() + timeout_s
     has_failed = False
@@ -100,11 +110,13 @@ def collect(
             rank = pending.pop(call)
             try:
                 state.results[rank] = ray.get(call)
-            except ray.exceptions.RayTaskError as error:
-                state.errors[rank] = error
             except ray.exceptions.RayError as error:
-                state.deaths[rank] = error
-                on_death(rank, f"Ray has lost its actor on node {seats[rank].address}: {_brief(error)}")
+                # What a method raises is a task's error, also if that is the death of another actor that it has called.
+                if isinstance(error, deaths) and not isinstance(error, ray.exceptions.RayTaskError):
+                    state.deaths[rank] = error
+                    on_death(rank, f"Ray has lost its actor on node {seats[rank].address}: {_brief(error)}")
+                else:
+                    state.errors[rank] = error
         if not has_failed and (state.errors or state.deaths):
             has_failed = True
             end = min(end or float("inf"), time.monotonic() + grace_s)

@@ -19,6 +19,14 @@ class RayError(Exception):
     """As in Ray, the base of its errors."""
 
 
+class RayActorError(RayError):
+    """As in Ray, the death of an actor."""
+
+
+class RaySystemError(RayError):
+    """As in Ray, a result that cannot be had."""
+
+
 class RayTaskError(RayError):
     """As in Ray, what a method has raised."""
 
@@ -32,7 +40,13 @@ class Ray:
 
     def __init__(self, outcomes: dict[str, Any]) -> None:
         self.outcomes = outcomes
-        self.exceptions = types.SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+        others = ("WorkerCrashedError", "NodeDiedError", "OutOfMemoryError", "OwnerDiedError")
+        self.exceptions = types.SimpleNamespace(
+            RayError=RayError,
+            RayTaskError=RayTaskError,
+            RayActorError=RayActorError,
+            **{name: type(name, (RayError,), {}) for name in others},
+        )
 
     def wait(self, calls: list[str], timeout: float | None) -> tuple[list[str], list[str]]:
         return [call for call in self.outcomes if call in calls][:1], []
@@ -74,13 +88,28 @@ def test_results_come_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert collected(monkeypatch, {"2": "c", "0": "a", "1": None}) == (["a", None, "c"], [])
 
 
+class OtherActorError(RayTaskError, RayActorError):
+    """As Ray raises what a method raises that has called a dead actor."""
+
+
+@pytest.mark.guarantee("M8")
+@pytest.mark.parametrize(
+    "error", [RaySystemError("it holds a CUDA tensor"), OtherActorError(ValueError("other"))]
+)
+def test_an_actor_that_lives_is_not_told_lost(monkeypatch: pytest.MonkeyPatch, error: RayError) -> None:
+    """Its result cannot be read here, or its method has raised the death of an actor of its own."""
+    raised, told = collected(monkeypatch, {"0": "a", "1": error, "2": "c"})
+    assert raised is error
+    assert told == []
+
+
 @pytest.mark.guarantee("M8")
 def test_a_death_counts_before_what_it_has_caused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The survivors' errors come first and are notes; Ray's text on the dead actor is told at once."""
     lost = PeerLostError("lost rank 1", peers=(1,))
     outcomes = {
         "0": RayTaskError(lost),
-        "1": RayError("The actor died.\nlong story"),
+        "1": RayActorError("The actor died.\nlong story"),
         "2": RayTaskError(lost),
     }
     error, told = collected(monkeypatch, outcomes)

@@ -225,7 +225,7 @@ class RemoteReader(RemoteReads):
             if self.poll():
                 return True
             self._raise_if_over(call)
-            return False
+            return bool(self._inbox)
 
         start = time.monotonic()
         self._waits += 1
@@ -235,9 +235,13 @@ class RemoteReader(RemoteReads):
             self._waited_s += time.monotonic() - start
 
     def _raise_if_over(self, call: str) -> None:
-        """Raise if no further message will come."""
+        """Raise if no further message will come, and none is there."""
         if self._is_closing:
             raise ClosedError(f"{self._where(call)}: the queue was closed while the call waited")
+        if not (self._has_ended or self._failure is not None) or self._inbox:
+            # Asked in this order: this end's own thread may have received a message since the caller looked, and then
+            # the end.
+            return
         if self._has_ended:
             raise ClosedError(f"{self._where(call)}: the writer closed the queue")
         if isinstance(self._failure, PeerLostError):

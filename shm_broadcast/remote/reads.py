@@ -129,11 +129,13 @@ class RemoteReads(RemoteEnd):
             with Turn(self._calls, timeout_s):
                 self.check(call)
                 if not self._inbox and not self.poll():
-                    if tries:
+                    if not tries:
+                        self._await(call, timeout_s, start)
+                    else:
                         self._raise_if_over(call)
-                        self._settle()
-                        return NOTHING
-                    self._await(call, timeout_s, start)
+                        if not self._inbox:
+                            self._settle()
+                            return NOTHING
                 before = self._inbox.progress
                 message = self._inbox.first()
                 value = self._decoded(message.frame, type_, lends=lends)

@@ -5,7 +5,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -138,3 +138,28 @@ def test_a_reader_that_warns_nobody_sleeps_as_long_as_one_that_warns() -> None:
         with pytest.raises(CommTimeoutError):
             readers[1].dequeue(0.6)
     assert 0 < len(looks) < 40
+
+
+@pytest.mark.guarantee("R1", "R7")
+@pytest.mark.parametrize("waits", [True, False], ids=["dequeue", "try_dequeue"])
+def test_the_last_message_is_read_though_it_and_the_end_come_between_two_looks(waits: bool) -> None:
+    """The reader finds no message; then its own thread receives the last one, and that the queue has ended."""
+    with remote_queue() as (writer, readers):
+        reader, end = readers[1], cast("Any", readers[1]._ring)
+        assert reader.fileno() >= 0  # its thread receives at once from now on
+        poll, looks = end.poll, []
+
+        def looking() -> bool:
+            has_arrived: bool = poll()
+            looks.append(has_arrived)
+            if looks == [False] * (2 if waits else 1):
+                writer.enqueue("last", DEADLINE_S)
+                writer.close()
+                wait_until(lambda: end._has_ended, "the end at the reader")
+            return has_arrived
+
+        end.poll = looking
+        assert (reader.dequeue(DEADLINE_S) if waits else reader.try_dequeue()[1]) == "last"
+        with pytest.raises(ClosedError):
+            reader.dequeue(DEADLINE_S)
+    assert looks[0] is False

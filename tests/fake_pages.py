@@ -38,9 +38,12 @@ class FakeRank:
         self._before = left.page()
         return self
 
-    def group(self, name: str, ranks: Sequence[int], state: str = "usable") -> FakeRank:
-        """Be in a group, or change its state."""
-        self._groups[name] = {"ranks": tuple(ranks), "state": state}
+    def group(
+        self, name: str, ranks: Sequence[int], state: str = "usable", place: int | None = None
+    ) -> FakeRank:
+        """Be in a group, or change its state; `place` is that of its rank by default."""
+        at = tuple(ranks).index(self.rank) if place is None else place
+        self._groups[name] = {"ranks": tuple(ranks), "state": state, "place": at}
         return self
 
     def calls(self, group: str, *names: str, plane: str = "shared", **words: Any) -> FakeRank:
@@ -131,7 +134,7 @@ class FakeRank:
                 name=name,
                 state=group["state"],
                 epoch=0,
-                place=group["ranks"].index(self.rank),
+                place=group["place"],
                 world_size=len(group["ranks"]),
                 ranks=group["ranks"],
                 created_ns=1 if before is None else self._began_ns,

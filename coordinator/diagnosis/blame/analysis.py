@@ -312,6 +312,8 @@ def _unseen(job: Job) -> Iterator[str]:
         more = f" and {len(missing) - _MOST_DETAILS} more" if len(missing) > _MOST_DETAILS else ""
         listed = ", ".join(map(str, missing[:_MOST_DETAILS]))
         yield f"rank{'s' * (len(missing) > 1)} {listed}{more}: neither a page nor a dump"
+    for name in job.strangers():
+        yield f"{name}: neither a page nor a dump"
     for node, process in enumerate(job.processes):
         if process.page.refused:
             yield f"{job.name(node)}: {process.page.refused} groups, queues or lanes, for which its page had no room"

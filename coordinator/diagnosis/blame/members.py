@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from coordinator.diagnosis.blame.evidence import Evidence, Failure, Process
 from coordinator.diagnosis.blame.verdict import Culprit, called
 from coordinator.diagnosis.model import Group, Lane, Page, Record
 from coordinator.diagnosis.queues import Ring
 from coordinator.diagnosis.same_calls import is_shared
+from shm_broadcast.status.layout import TABLES
+from shm_broadcast.status.page import LEFT_GROUPS
 from shm_broadcast.status.shown_calls import WAITS
 
 __all__ = ["GroupKey", "Job", "LaneKey", "Node", "Position", "folded", "newest_groups"]
 
 Node = int
-"""A process: its place in the evidence, or -1 - rank for one of which nothing was seen."""
+"""A process: its place in the evidence, or a negative number for one of which nothing was seen.
+
+That is -1 - rank, or `_STRANGERS` and below for a member of a group that is no known rank of the world.
+"""
+
+# Below the numbers of all ranks, which have 32 bits.
+_STRANGERS: Final = -(1 << 33)
 
 
 def folded(detail: int) -> int:
@@ -81,10 +89,11 @@ class Job:
         self.ended: Mapping[int, str] = evidence.ended
         self._members: dict[GroupKey, dict[int, Node]] = {}
         self.groups: dict[GroupKey, Group] = {}
-        self._by_rank: dict[int, Node] = {}
+        self._by_rank: dict[int, list[Node]] = {}
+        self._strangers: dict[tuple[GroupKey, int], Node] = {}
         for node, process in enumerate(self.processes):
             if process.page.rank is not None:
-                self._by_rank.setdefault(process.page.rank, node)
+                self._by_rank.setdefault(process.page.rank, []).append(node)
             for group in process.page.groups:
                 if group.is_torn:
                     continue
@@ -100,8 +109,10 @@ class Job:
         self.waits: list[tuple[Wait, ...]] = [tuple(_waits(process)) for process in self.processes]
 
     def rank(self, node: Node) -> int | None:
-        """Return the rank of a process in the world; None if it has none."""
-        return -1 - node if node < 0 else self.processes[node].page.rank
+        """Return the rank of a process in the world; None if it has none, or if that is not known."""
+        if node >= 0:
+            return self.processes[node].page.rank
+        return -1 - node if node > _STRANGERS else None
 
     def member(self, group: Group, place: int) -> Node:
         """Return which process has a place in a group."""
@@ -109,7 +120,26 @@ class Job:
         if found is not None:
             return found
         rank = group.ranks[place] if place < len(group.ranks) else place
-        return self._by_rank.get(rank, -1 - rank)
+        if self._counts_as_the_world(group):
+            of_rank = self._by_rank.get(rank, [])
+            if not of_rank:
+                return -1 - rank
+            hiding = [node for node in of_rank if _may_hide_groups(self.processes[node].page)]
+            if len(hiding) == 1:
+                return hiding[0]
+        return self._strangers.setdefault((key_of(group), place), _STRANGERS - len(self._strangers))
+
+    def _counts_as_the_world(self, group: Group) -> bool:
+        """Return whether a group may have the ranks of the world; those of a stateless group count from 0 again."""
+        return all(
+            self.processes[node].page.rank == group.ranks[place]
+            for place, node in self._members.get(key_of(group), {}).items()
+            if place < len(group.ranks)
+        )
+
+    def strangers(self) -> Iterator[str]:
+        """Return the names of members of which nothing was seen, and that are no known ranks of the world."""
+        return map(self.name, self._strangers.values())
 
     def end_of(self, rank: int | None, pid: int | None) -> Node | None:
         """Return the process at an end of a queue; None if it is none of this job, or no page shows it."""
@@ -152,13 +182,18 @@ class Job:
     def culprit(self, node: Node, what: str = "") -> Culprit:
         """Return how a process is named; `what` is by default what it does or did last."""
         if node < 0:
-            return Culprit(-1 - node, None, "", what or "its page and its dump are missing")
+            rank = self.rank(node)
+            role = "" if rank is not None else self.name(node)
+            return Culprit(rank, None, "", what or "its page and its dump are missing", role)
         page = self.processes[node].page
         role = "" if page.rank is not None else self.role(node)
         return Culprit(page.rank, page.pid, page.hostname, what or self.doing(node), role)
 
     def name(self, node: Node) -> str:
-        """Return `rank 2`, or `process 4242` for one without a rank."""
+        """Return `rank 2`, `process 4242` for one without a rank, or `rank 0 of 'weights:0'` for a stranger."""
+        if node <= _STRANGERS:
+            group, place = list(self._strangers)[_STRANGERS - node]
+            return f"rank {group.ranks[place] if place < len(group.ranks) else place} of {group.name!r}"
         rank = self.rank(node)
         return f"process {self.processes[node].page.pid}" if rank is None else f"rank {rank}"
 
@@ -244,6 +279,13 @@ class Job:
         if group is None:
             return []
         return [self.member(group, group.ranks.index(rank)) for rank in failure.ranks if rank in group.ranks]
+
+
+def _may_hide_groups(page: Page) -> bool:
+    """Return whether a process may be in a group, or have left one, that its page does not show."""
+    left = sum(group.state == "left" for group in page.groups)
+    is_full = left >= LEFT_GROUPS or len(page.groups) >= TABLES["groups"].number
+    return is_full or page.refused > 0 or any(group.is_torn for group in page.groups)
 
 
 def key_of(group: Group) -> GroupKey:

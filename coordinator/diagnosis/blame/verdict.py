@@ -26,11 +26,12 @@ class Culprit(msgspec.Struct, frozen=True):
     """A process that is named: a rank, or one that only writes or reads queues, as the core of an engine does.
 
     Attributes:
-        rank: In the world; None if it has none.
+        rank: In the world; None if it has none, or if that is not known.
         pid: Of its process, in its own PID namespace; None if nothing was seen of it.
         host: Name of its host; empty if nothing was seen of it.
         what: What it does, did last, or called.
-        role: What a process without a rank is to the ranks, such as "writer of queue 'steps'"; empty for a rank.
+        role: What a process without a rank is to the ranks, such as "writer of queue 'steps'", or "rank 0 of
+            'weights:0'" for a member of a group of another world; empty for a rank.
     """
 
     rank: int | None

@@ -13,6 +13,8 @@ from coordinator.diagnosis.model import Group, Lane, Page, Queue, Record
 __all__ = ["SECOND", "FakeRank"]
 
 SECOND = 1_000_000_000
+# A page names so many members of a group.
+_SHOWN = 256
 
 
 class FakeRank:
@@ -136,7 +138,7 @@ class FakeRank:
                 epoch=0,
                 place=group["place"],
                 world_size=len(group["ranks"]),
-                ranks=group["ranks"],
+                ranks=group["ranks"][:_SHOWN],
                 created_ns=1 if before is None else self._began_ns,
                 cause="",
                 is_torn=False,

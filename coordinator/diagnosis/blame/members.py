@@ -90,7 +90,8 @@ class Job:
         self._members: dict[GroupKey, dict[int, Node]] = {}
         self.groups: dict[GroupKey, Group] = {}
         self._by_rank: dict[int, list[Node]] = {}
-        self._strangers: dict[tuple[GroupKey, int], Node] = {}
+        # By group and rank in it; None for any of those that no page names.
+        self._strangers: dict[tuple[GroupKey, int | None], Node] = {}
         for node, process in enumerate(self.processes):
             if process.page.rank is not None:
                 self._by_rank.setdefault(process.page.rank, []).append(node)
@@ -119,15 +120,30 @@ class Job:
         found = self._members.get(key_of(group), {}).get(place)
         if found is not None:
             return found
-        rank = group.ranks[place] if place < len(group.ranks) else place
-        if self._counts_as_the_world(group):
+        return self._unseen(group, group.ranks[place] if place < len(group.ranks) else None)
+
+    def _unseen(self, group: Group, rank: int | None) -> Node:
+        """Return who has a rank in a group that no page shows there; None for a rank that is not known either."""
+        if rank is not None and self._counts_as_the_world(group):
             of_rank = self._by_rank.get(rank, [])
             if not of_rank:
                 return -1 - rank
             hiding = [node for node in of_rank if _may_hide_groups(self.processes[node].page)]
             if len(hiding) == 1:
                 return hiding[0]
-        return self._strangers.setdefault((key_of(group), place), _STRANGERS - len(self._strangers))
+        return self._strangers.setdefault((key_of(group), rank), _STRANGERS - len(self._strangers))
+
+    def _of_rank(self, group: Group, rank: int) -> Node | None:
+        """Return who has a rank in a group; None if nobody has."""
+        if rank in group.ranks:
+            return self.member(group, group.ranks.index(rank))
+        if group.world_size <= len(group.ranks):
+            return None
+        if self._counts_as_the_world(group):
+            for place, node in self._members.get(key_of(group), {}).items():
+                if place >= len(group.ranks) and self.processes[node].page.rank == rank:
+                    return node
+        return self._unseen(group, rank)
 
     def _counts_as_the_world(self, group: Group) -> bool:
         """Return whether a group may have the ranks of the world; those of a stateless group count from 0 again."""
@@ -166,9 +182,15 @@ class Job:
         return None
 
     def members(self, key: LaneKey) -> list[Node]:
-        """Return the processes that share an order of calls: in shared memory those of its host."""
+        """Return the processes that share an order of calls: in shared memory those of its host.
+
+        A page names the first 256 members of a group. All behind them that were not seen are one stranger.
+        """
         group = self.groups[key.of]
-        found = [self.member(group, place) for place in range(len(group.ranks))]
+        behind = sorted(place for place in self._members[key.of] if place >= len(group.ranks))
+        found = [self.member(group, place) for place in (*range(len(group.ranks)), *behind)]
+        if len(found) < group.world_size:
+            found.append(self._unseen(group, None))
         if not key.carrier:
             return found
         hosts = {self.processes[node].page.boot_id for node in found if node >= 0}
@@ -192,8 +214,9 @@ class Job:
     def name(self, node: Node) -> str:
         """Return `rank 2`, `process 4242` for one without a rank, or `rank 0 of 'weights:0'` for a stranger."""
         if node <= _STRANGERS:
-            group, place = list(self._strangers)[_STRANGERS - node]
-            return f"rank {group.ranks[place] if place < len(group.ranks) else place} of {group.name!r}"
+            group, number = list(self._strangers)[_STRANGERS - node]
+            which = f"rank {number}" if number is not None else f"a rank behind the first {len(group.ranks)}"
+            return f"{which} of {group.name!r}"
         rank = self.rank(node)
         return f"process {self.processes[node].page.pid}" if rank is None else f"rank {rank}"
 
@@ -278,7 +301,8 @@ class Job:
         group = self.broken(failure, node)
         if group is None:
             return []
-        return [self.member(group, group.ranks.index(rank)) for rank in failure.ranks if rank in group.ranks]
+        found = (self._of_rank(group, rank) for rank in failure.ranks)
+        return [each for each in found if each is not None]
 
 
 def _may_hide_groups(page: Page) -> bool:

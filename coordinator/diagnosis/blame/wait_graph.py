@@ -228,7 +228,7 @@ def _pairs(job: Job, node: Node) -> Iterator[Edge]:
 
 def _awaited(job: Job, node: Node, wait: Wait) -> list[Node]:
     if wait.place is not None:
-        return [job.member(wait.group, wait.place)] if wait.place < len(wait.group.ranks) else []
+        return [job.member(wait.group, wait.place)] if wait.place < wait.group.world_size else []
     # A call that takes from any rank waits for one of the others: it can go on as soon as one of them comes.
     others = [job.member(wait.group, place) for place in range(len(wait.group.ranks))]
     return [other for other in others if other != node] if len(others) == 2 else []

@@ -70,3 +70,65 @@ def test_who_has_died_before_the_ranks_changed_is_not_named_for_the_one_with_its
         rank.enter("tp:1", "all_reduce").end("tp:1", "failed")
     found = first(dead, *(ranks[at].process(failures=(lost,)) for at in (0, 2)))
     assert (found.rule, [culprit.pid for culprit in found.culprits]) == ("dead", [None])
+
+
+MANY = tuple(range(260))
+
+
+def many(*without: int) -> list[FakeRank]:
+    """Return the ranks of a group of which a page names 256; all but some of them are in a call."""
+    ranks = [FakeRank(rank, 260, host=f"node{rank // 8}") for rank in MANY]
+    for rank in ranks:
+        rank.group("world:0", MANY).calls("world:0", "barrier", plane="device")
+        if rank.rank not in without:
+            rank.enter("world:0", "all_reduce", plane="device")
+    return ranks
+
+
+@pytest.mark.guarantee("W2")
+def test_a_rank_that_no_page_of_its_group_names_is_waited_for() -> None:
+    """If its own page is seen it is named. If not, one of those behind the first 256 is, and nobody is said to have come."""
+    ranks = many(258)
+    found = first(*(rank.process() for rank in ranks))
+    assert (found.rule, found.ranks) == ("root cause", (258,))
+    verdict = judge(Evidence(tuple(rank.process() for rank in ranks if rank.rank != 258)))
+    (found,) = verdict.findings
+    assert (found.rule, found.ranks) == ("root cause", ())
+    assert [culprit.role for culprit in found.culprits] == ["a rank behind the first 256 of 'world:0'"]
+    assert verdict.unseen == (
+        "rank 258: neither a page nor a dump",
+        "a rank behind the first 256 of 'world:0': neither a page nor a dump",
+    )
+
+
+def test_all_have_come_to_a_call_of_a_large_group() -> None:
+    """All 260 are named where all pages are seen."""
+    found = first(*(rank.process() for rank in many()))
+    assert (found.rule, found.ranks) == ("stalled", MANY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_seen", "rule"),
+    [("lost", True, "dead"), ("lost", False, "dead"), ("timeout", False, "behind")],
+)
+def test_a_failure_record_names_a_rank_that_no_page_of_its_group_names(
+    kind: str, is_seen: bool, rule: str
+) -> None:
+    """The ranks have agreed on who is at fault."""
+    ranks = many(258)
+    failure = Failure("world:0", kind, (258,), 0, "all_reduce #2")
+    for rank in ranks:
+        if rank.rank != 258:
+            rank.end("world:0", "failed", plane="device")
+    processes = [rank.process(failures=(failure,)) for rank in ranks if rank.rank != 258]
+    found = first(*processes, *([ranks[258].process()] if is_seen else []))
+    assert (found.rule, found.ranks) == (rule, (258,))
+    assert [culprit.pid for culprit in found.culprits] == ([4258] if is_seen else [None])
+
+
+def test_a_wait_for_a_single_rank_that_no_page_of_its_group_names() -> None:
+    """Rank 0 receives from rank 258, which is in no call."""
+    ranks = many(*MANY)
+    ranks[0].enter("world:0", "recv", plane="device waits", root=258)
+    found = first(*(rank.process() for rank in ranks))
+    assert (found.rule, found.ranks) == ("root cause", (258,))

@@ -179,6 +179,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         facts: Mapping[str, str],
         beside: GroupCoordinator | None,
         world: World | None = None,
+        create_timeout_s: float | None = None,
     ) -> list[Self]:
         """Create several groups in one step, so that the ranks wait for each other only once. Collective.
 
@@ -191,6 +192,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             facts: Further facts that must be equal on all ranks.
             beside: A group of all ranks, if there is one: it knows the ranks' host ids.
             world: The processes among which they are created; default: the world of torch.distributed.
+            create_timeout_s: How long this may take, in seconds; default: as the settings say. Later calls of the
+                groups have the deadlines of the settings.
         """
         world = world or world_of_torch()
         known = None if beside is None else beside._parts.world  # noqa: SLF001 - ours
@@ -199,8 +202,9 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
                 "world must be a group of torch's world; a stateless group has other ranks, and no ParallelGroups"
             )
         store, rank, settings = world.store, world.rank, permitted(settings)
+        limit_s = settings.create_timeout_s if create_timeout_s is None else create_timeout_s
         bases = list(tables)
-        round_name, names = next_names("layout", bases, store, rank, settings.create_timeout_s, world.epoch)
+        round_name, names = next_names("layout", bases, store, rank, limit_s, world.epoch)
         plans = [
             GroupPlan(name, table, find_membership(table, rank, world.size))
             for name, table in zip(names, tables.values(), strict=True)
@@ -215,8 +219,9 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             backend=backend,
             use_device_communicator=True,
             settings=settings,
-            on_agreed=lambda: use_names(bases, store, rank, settings.create_timeout_s),
+            on_agreed=lambda: use_names(bases, store, rank, limit_s),
             host_ids=None if beside is None else beside._parts.host_ids,  # noqa: SLF001 - ours
+            create_timeout_s=create_timeout_s,
         )
         groups = []
         with kept(made):
@@ -256,8 +261,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self._scatters = ObjectOrder("scatter_object_list", parts.health)
         self._health = parts.health
         self._guard = CaptureGuard(parts.health)
-        self._cpu_group = parts.process_groups.host
-        self._device_group = parts.process_groups.device
+        self._cpu_group, self._device_group = parts.process_groups.for_callers()
         self._open_sends = OpenSends()
         communicator = parts.communicator
         self._calls = Calls(

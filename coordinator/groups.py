@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal, Self, TypeAlias, cast, get_args
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -373,16 +372,12 @@ class ParallelGroups(ChangingGroups):
         """Create groups as a recipe says, in a world of their own. Collective over that world."""
         names: list[Dimension | ExtraGroup] = [*DIMENSIONS]
         names += [name for name in EXTRA_GROUPS if name in recipe.extra_groups]
-        brief = msgspec.structs.replace(
-            settings, create_timeout_s=min(create_timeout_s, settings.create_timeout_s)
-        )
-        groups = _create_groups(layout, names, brief, {}, None, local_rank, recipe.backend, own)
+        within_s = min(create_timeout_s, settings.create_timeout_s)
+        groups = _create_groups(layout, names, settings, {}, None, local_rank, recipe.backend, own, within_s)
         try:
-            for group in groups.values():
-                group.settings = settings
-            if recipe.has_queues:
-                groups["world"].enable_broadcaster()
-                groups["tp"].enable_broadcaster()
+            for group in (groups["world"], groups["tp"]) if recipe.has_queues else ():
+                with group._queues.within(within_s):  # noqa: SLF001 - ours
+                    group.enable_broadcaster()
             record = cls(layout=layout, owns_world=True, **cast("dict[str, Any]", groups))
         except BaseException:
             destroy_together(list(reversed(groups.values())))
@@ -471,6 +466,7 @@ def _create_groups(
     local_rank: int | None = None,
     backend: str | None = None,
     own: World | None = None,
+    create_timeout_s: float | None = None,
 ) -> dict[str, GroupCoordinator]:
     """Create the groups of these names, in one agreement; return them by name. Collective over the world."""
     if world is not None:
@@ -486,6 +482,7 @@ def _create_groups(
         facts={"layout": str(layout), **facts},
         beside=world,
         world=own,
+        create_timeout_s=create_timeout_s,
     )
     return dict(zip(names, created, strict=True))
 

@@ -54,6 +54,7 @@ def create_parts(
     settings: CoordinatorSettings,
     host_ids: Mapping[int, str] | None = None,
     on_agreed: Callable[[], None] | None = None,
+    create_timeout_s: float | None = None,
 ) -> list[GroupParts]:
     """Create this rank's groups in one step. Collective over all ranks of every plan.
 
@@ -73,9 +74,14 @@ def create_parts(
         settings: Settings of every group.
         host_ids: Host id of each rank, if already known.
         on_agreed: Called when the ranks have agreed.
+        create_timeout_s: How long this creation may take, in seconds; None for what the settings say. What the groups
+            do later has the deadlines of the settings.
     """
+    brief = settings
+    if create_timeout_s is not None:
+        brief = msgspec.structs.replace(settings, create_timeout_s=create_timeout_s)
     prefix = f"group_coordinator/{round_name}"
-    _begin(world, settings, dist.PrefixStore(prefix, world.store), what)
+    _begin(world, brief, dist.PrefixStore(prefix, world.store), what)
     store, device = world.store, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator, store),
@@ -94,23 +100,16 @@ def create_parts(
             address = own_address(settings.interface, store)
             own = View(every_fact, this_process(), address, shared_memory.host_id(), offers)
             started = time.perf_counter()
-            views = _agree(world, prefix, what, everyone, own, settings, agreed)
+            views = _agree(world, prefix, what, everyone, own, brief, agreed)
             _call(to_call)
             agreement_s = time.perf_counter() - started
+            given = partial(GroupBuilder, world=world, device=device, backend=backend, settings=settings)
             for plan, region, own_store in zip(plans, regions, stores, strict=True):
+                members = views.of(plan.membership.ranks)
                 builders.append(
-                    GroupBuilder(
-                        plan,
-                        region,
-                        views.of(plan.membership.ranks),
-                        world=world,
-                        store=own_store,
-                        device=device,
-                        backend=backend,
-                        settings=settings,
-                    )
+                    given(plan, region, members, store=own_store, create_timeout_s=create_timeout_s)
                 )
-            _join_heartbeats(builders, world, prefix, what, settings)
+            _join_heartbeats(builders, world, prefix, what, brief)
             _share(builders)
             how = use_device_communicator, agreement_s, tuple(plan.name for plan in plans)
             return [builder.connect(*how) for builder in builders]

@@ -99,6 +99,7 @@ class GroupBuilder:
         device: Device on which the group's tensors live.
         backend: torch backend of the process groups for device tensors.
         settings: Settings of the group.
+        create_timeout_s: How long this creation may take, in seconds; None for what the settings say.
         health: The state that all parts of the group share.
         partners: The ranks on other hosts to which this rank needs links, each with all ranks of its host.
     """
@@ -111,6 +112,7 @@ class GroupBuilder:
     device: torch.device
     backend: str
     settings: CoordinatorSettings
+    create_timeout_s: float | None = None
     health: GroupHealth = dataclasses.field(init=False)
     partners: dict[int, tuple[int, ...]] = dataclasses.field(init=False)
     _made: ExitStack = dataclasses.field(default_factory=ExitStack)
@@ -149,6 +151,10 @@ class GroupBuilder:
         if self.world.is_torch:
             listen_for_losses(self._watch, ranks)
 
+    @property
+    def _within_s(self) -> float:
+        return self.settings.create_timeout_s if self.create_timeout_s is None else self.create_timeout_s
+
     def check_others(self) -> None:
         """Raise if a rank of the group has ended, or has published why it fails."""
         _check_others(self._watch, self.health)
@@ -161,7 +167,7 @@ class GroupBuilder:
         """Map offer `number` of the first rank, if all ranks are on one host. Collective."""
         if len(self._host_ids) == 1 or not self.members.share_memory:
             return
-        first, timeout_s = self.plan.membership.ranks[0], self.settings.create_timeout_s
+        first, timeout_s = self.plan.membership.ranks[0], self._within_s
         offers = msgspec.json.decode(self.members.near[first].note, type=list[bytes])
         with self.plan.clock.phase("shared_memory"):
             try:
@@ -184,7 +190,7 @@ class GroupBuilder:
             return
         # A rank that waits for the memory of a stopped first rank gives up before those that have the memory, and tells
         # them who is missing. They would blame it too.
-        timeout_s = self.settings.create_timeout_s + LINGER_S
+        timeout_s = self._within_s + LINGER_S
         with self.plan.clock.phase("shared_memory"):
             try:
                 shared.host.make("barrier", shared.host.core.barrier, timeout_s)
@@ -235,6 +241,7 @@ class GroupBuilder:
             self.members.listening_address(LOOPBACK) if len(self._host_ids) > 1 else self.members.own.address,
             self.settings.create_timeout_s,
             apart=None if self.world.is_torch else (self.world, self.plan.membership.rank_in_group),
+            connect_timeout_s=self.create_timeout_s,
         )
         self._made.callback(self._process_groups.destroy)
         host, communicator = self._planes(use_device_communicator)
@@ -297,7 +304,7 @@ class GroupBuilder:
                 # A connected rank may destroy the group at once, which a rank that is still connecting would take for a
                 # failure. Therefore no rank gets the group before all are connected.
                 options = dist.BarrierOptions()
-                options.timeout = timedelta(seconds=self.settings.create_timeout_s)
+                options.timeout = timedelta(seconds=self._within_s)
                 gloo.barrier(options).wait()
             return gloo
 
@@ -333,7 +340,7 @@ class GroupBuilder:
                 exchange=host.exchange,
                 check=partial(_check_others, self._watch, self.health),
                 where=self.health.where("connect"),
-                timeout_s=self.settings.create_timeout_s,
+                timeout_s=self._within_s,
             ),
         )
 

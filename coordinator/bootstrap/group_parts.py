@@ -56,8 +56,10 @@ class GroupProcessGroups:
         ranks: Its global ranks, in group order.
         backend: torch backend of the process groups for device tensors.
         address: The address on which this rank listens; numeric, never a wildcard.
-        create_timeout_s: Deadline for the creation of each process group, in seconds.
+        create_timeout_s: Deadline for the creation of each process group, in seconds; torch keeps it for calls of the
+            group that state none.
         apart: The world of a group of which torch knows nothing, and this rank's place in the group.
+        connect_timeout_s: A shorter deadline for those that the planes connect, if there is one.
         host: The host plane's process group; None if the host plane needs none.
         device: The device plane's process group; None if the device plane needs none.
     """
@@ -68,6 +70,7 @@ class GroupProcessGroups:
     address: str
     create_timeout_s: float
     apart: tuple[World, int] | None = None
+    connect_timeout_s: float | None = None
     host: dist.ProcessGroup | None = None
     device: dist.ProcessGroup | None = None
     _siblings: int = 0
@@ -82,6 +85,10 @@ class GroupProcessGroups:
         """Return whether `group` is one of these."""
         return any(group is each for each in self._adopted)
 
+    def for_callers(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """Return what callers may use, too, of `host` and `device`: nothing that has a deadline of its connection."""
+        return (self.host, self.device) if self.connect_timeout_s is None else (None, None)
+
     def open_gloo(self, description: str) -> dist.ProcessGroup:
         """Create a Gloo group of the same ranks, without waiting for the other ranks to create theirs."""
         # It is not aborted with the group: an abort needs a connection, and would wait for one where there is none yet.
@@ -94,12 +101,12 @@ class GroupProcessGroups:
 
     def connect_host(self) -> GlooBackend:
         """Connect the host plane's process group. Collective."""
-        self.host, gloo = self._connect_gloo(self.name)
+        self.host, gloo = self._connect_gloo(self.name, self.connect_timeout_s)
         return gloo
 
     def connect_device(self) -> GlooBackend | None:
         """Connect the device plane's process group; return its backend if that is Gloo. Collective."""
-        self.device, gloo = self._connect(f"{self.name} device")
+        self.device, gloo = self._connect(f"{self.name} device", self.connect_timeout_s)
         return gloo
 
     def connect_sibling(self, description: str) -> dist.ProcessGroup:
@@ -111,31 +118,34 @@ class GroupProcessGroups:
     def _is_gloo(self) -> bool:
         return self.backend == GLOO
 
-    def _connect(self, name: str) -> tuple[dist.ProcessGroup, GlooBackend | None]:
+    def _connect(
+        self, name: str, timeout_s: float | None = None
+    ) -> tuple[dist.ProcessGroup, GlooBackend | None]:
         if self._is_gloo:
-            return self._connect_gloo(name)
+            return self._connect_gloo(name, timeout_s)
         if self.apart is not None:
             raise CapabilityError(
                 f"{self.name!r}: torch makes process groups of backend {self.backend!r} only in its own world, to "
                 "which the ranks of a stateless group do not belong",
                 requirement="a world of torch.distributed",
             )
-        group = new_group(self.ranks, self.backend, name, self.create_timeout_s)
+        group = new_group(self.ranks, self.backend, name, timeout_s or self.create_timeout_s)
         self.adopt(group)
         return group, None
 
-    def _connect_gloo(self, name: str, *, is_lazy: bool = False) -> tuple[dist.ProcessGroup, GlooBackend]:
+    def _connect_gloo(
+        self, name: str, timeout_s: float | None = None, *, is_lazy: bool = False
+    ) -> tuple[dist.ProcessGroup, GlooBackend]:
+        timeout_s = timeout_s or self.create_timeout_s
         if self.apart is None:
-            group, gloo = new_gloo_group(self.ranks, self.address, name, self.create_timeout_s, is_lazy)
+            group, gloo = new_gloo_group(self.ranks, self.address, name, timeout_s, is_lazy)
         else:
             world, place = self.apart
             store = dist.PrefixStore(
                 f"group_coordinator/process_groups/{name} of {self.ranks[0]}", world.store
             )
             options = GlooOptions(self.address, is_lazy)
-            group, gloo = new_unregistered_gloo_group(
-                store, place, len(self.ranks), name, self.create_timeout_s, options
-            )
+            group, gloo = new_unregistered_gloo_group(store, place, len(self.ranks), name, timeout_s, options)
         self.adopt(group)
         return group, gloo
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from device_comm.health import GroupHealth
@@ -31,6 +32,9 @@ class Queues(Protocol):
 
     def gather(self, reader: int) -> tuple[Writer, list[Any]]:
         """Create a queue from every rank to rank `reader`. Collective."""
+
+    def within(self, create_timeout_s: float) -> AbstractContextManager[None]:
+        """Let what is created in the block take at most `create_timeout_s` seconds."""
 
     def close(self, timeout_s: float) -> None:
         """Close every queue, within about `timeout_s` seconds."""

@@ -7,8 +7,8 @@ cannot open its end, the creation fails on all ranks; no rank falls back alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -119,6 +119,7 @@ class GroupQueues:
         self._epochs = epochs
         self._health = health
         self._settings = settings
+        self._create_timeout_s = settings.create_timeout_s
         self._address = address
         self._rank_in_group = health.ranks.index(health.rank)
         self._count = 0
@@ -155,6 +156,15 @@ class GroupQueues:
         mine, ends = self._create({rank: [reader] for rank in range(len(infos))}, infos)
         assert mine is not None
         return mine, [ends[rank] for rank in sorted(ends)]
+
+    @contextmanager
+    def within(self, create_timeout_s: float) -> Iterator[None]:
+        """Let what is created in the block take at most `create_timeout_s` seconds; then what the settings say."""
+        self._create_timeout_s = create_timeout_s
+        try:
+            yield
+        finally:
+            self._create_timeout_s = self._settings.create_timeout_s
 
     def close(self, timeout_s: float) -> None:
         """Close every queue, within about `timeout_s` seconds. Idempotent."""
@@ -238,7 +248,7 @@ class GroupQueues:
         """
         ends: dict[int, QueueReader] = {}
         failure = ""
-        deadline = time.monotonic() + self._settings.create_timeout_s * _OPENING_PART
+        deadline = time.monotonic() + self._create_timeout_s * _OPENING_PART
         with ExitStack() as undo:
             try:
                 for writer in writers:
@@ -294,7 +304,7 @@ class GroupQueues:
             return ""
         own = self._epochs.epoch
         try:
-            first = self._epochs.first_use(f"queue/{digest.hex()}", self._settings.create_timeout_s)
+            first = self._epochs.first_use(f"queue/{digest.hex()}", self._create_timeout_s)
         except CommError as error:
             return f"may be of another epoch: {error}"
         if first == own:
@@ -318,12 +328,12 @@ class GroupQueues:
         if self._exchange is not None:
             told: QueueOffer = self._gather(offer)[giver]
             return told
-        return cast("QueueOffer", self._host.broadcast_object(offer, giver, self._settings.create_timeout_s))
+        return cast("QueueOffer", self._host.broadcast_object(offer, giver, self._create_timeout_s))
 
     def _gather(self, obj: object) -> list[Any]:
         if self._exchange is not None:
-            return self._exchange.all_gather_object(obj, self._settings.create_timeout_s)
-        return self._host.all_gather_object(obj, self._settings.create_timeout_s)
+            return self._exchange.all_gather_object(obj, self._create_timeout_s)
+        return self._host.all_gather_object(obj, self._create_timeout_s)
 
     def _blame(self, error: CommError) -> str:
         """Return what this rank tells the others of its `error`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from coordinator.queues.ends import Reader, UnreadWriter, Writer
@@ -73,6 +74,11 @@ class FakeQueues:
             return UnreadWriter(self._health), []
         readers = [FakeReader(self._health, rank) for rank in range(len(self._health.ranks))]
         return _OwnWriter(self._health, readers[reader]), readers
+
+    def within(self, create_timeout_s: float) -> AbstractContextManager[None]:
+        """Do nothing: nobody is waited for."""
+        del create_timeout_s
+        return nullcontext()
 
     def close(self, timeout_s: float) -> None:
         """There is nothing to close."""

@@ -50,7 +50,8 @@ class Process(msgspec.Struct, frozen=True):
         now_ns: CLOCK_MONOTONIC of its host at the look; 0 if that is not known.
         failures: What broke its groups, in the order in which they broke.
         others: Which states it saw its groups' processes in when the first of them broke, by group and place.
-        settling: Lanes, as (group, place among its lanes), whose call has begun only just: no wait yet.
+        settling: Lanes, as (group, `created_ns` of the group, place among its lanes), whose call has begun only just:
+            no wait yet. Groups of a world that was joined again, maybe with other ranks, have the same names.
     """
 
     page: Page
@@ -59,7 +60,7 @@ class Process(msgspec.Struct, frozen=True):
     now_ns: int = 0
     failures: tuple[Failure, ...] = ()
     others: Mapping[str, Mapping[int, str]] = {}
-    settling: frozenset[tuple[str, int]] = frozenset()
+    settling: frozenset[tuple[str, int, int]] = frozenset()
 
 
 class Evidence(msgspec.Struct, frozen=True):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from coordinator.diagnosis.blame.evidence import Evidence, Process, ProcessState
 from coordinator.diagnosis.blame.members import key_of, newest_groups
-from coordinator.diagnosis.model import Lane, Queue
+from coordinator.diagnosis.model import Lane, Page, Queue
 from coordinator.diagnosis.queues import Ring
 from coordinator.diagnosis.top.sampling import Sample, Sampler, Seen
 from shm_broadcast.errors import UsageError
@@ -19,6 +19,8 @@ __all__ = ["evidence_of", "jobs_of", "look_at_jobs"]
 
 # Readers and writers of queues count as waiting only if they were in both looks.
 _APART_S = 0.2
+
+_LanePlace = tuple[str, int, int]
 
 
 def look_at_jobs(pids: Iterable[int], waiting_s: float) -> tuple[Evidence, ...]:
@@ -105,10 +107,9 @@ def _place(end: Queue) -> tuple[int, int]:
 def evidence_of(before: Sample, now: Sample, seen: Sequence[Seen], waiting_s: float) -> Evidence:
     """Return what two looks say of the processes `seen` of one job; see `look_at_jobs`."""
     begun = {
-        (each.page.pid, each.page.start_ticks, group.name, index): lane.begin_ns
+        (each.page.pid, each.page.start_ticks, place): lane.begin_ns
         for each in before.seen
-        for group in newest_groups(each.page)
-        for index, lane in enumerate(group.lanes)
+        for place, lane in _lanes(each.page)
     }
     stopped = {(each.page.pid, each.page.start_ticks) for each in before.seen if _state(each) == "stopped"}
     processes = tuple(_process(each, begun, stopped, now.at_ns, waiting_s) for each in seen)
@@ -144,25 +145,29 @@ def _waited(before: Ring, now: Ring, until_ns: float) -> Ring:
 
 def _process(
     seen: Seen,
-    begun: Mapping[tuple[int, int, str, int], int],
+    begun: Mapping[tuple[int, int, _LanePlace], int],
     stopped: Container[tuple[int, int]],
     at_ns: int,
     waiting_s: float,
 ) -> Process:
     now_ns = at_ns - seen.shift_ns
     settling = frozenset(
-        (group.name, index)
-        for group in newest_groups(seen.page)
-        for index, lane in enumerate(group.lanes)
-        if not _is_wait(
-            lane, begun.get((seen.page.pid, seen.page.start_ticks, group.name, index)), now_ns, waiting_s
-        )
+        place
+        for place, lane in _lanes(seen.page)
+        if not _is_wait(lane, begun.get((seen.page.pid, seen.page.start_ticks, place)), now_ns, waiting_s)
     )
     state = _state(seen)
     # A debugger or a profiler stops a process for a moment.
     if state == "stopped" and (seen.page.pid, seen.page.start_ticks) not in stopped:
         state = "alive"
     return Process(seen.page, "live", state, now_ns, settling=settling)
+
+
+def _lanes(page: Page) -> Iterator[tuple[_LanePlace, Lane]]:
+    """Return the lanes of a process, each with its group's name and creation, and its place in the group."""
+    for group in newest_groups(page):
+        for index, lane in enumerate(group.lanes):
+            yield (group.name, group.created_ns, index), lane
 
 
 def _is_wait(lane: Lane, begun_ns: int | None, now_ns: int, waiting_s: float) -> bool:

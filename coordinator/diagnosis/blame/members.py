@@ -344,7 +344,12 @@ def _key(process: Process, group: Group, plane: str, algorithm: str) -> LaneKey:
 
 def newest_groups(page: Page) -> Iterable[Group]:
     """Return the groups of a process; of those that one key means, as of a world that was joined again, the last."""
-    return {key_of(group): group for group in page.groups if not group.is_torn}.values()
+    found: dict[GroupKey, Group] = {}
+    for group in page.groups:
+        if not group.is_torn:
+            found.pop(key_of(group), None)  # the order is that of their creation
+            found[key_of(group)] = group
+    return found.values()
 
 
 def _records(process: Process) -> dict[LaneKey, dict[int, Record]]:
@@ -367,7 +372,7 @@ def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]
         # A wait for a call that was queued on a device has a lane of its own, which comes last.
         lanes = sorted(enumerate(group.lanes), key=lambda item: item[1].plane.endswith(WAITS))
         for index, lane in lanes:
-            is_settling = (group.name, index) in process.settling
+            is_settling = (group.name, group.created_ns, index) in process.settling
             if lane.is_torn or not lane.number:
                 continue
             key = _key(process, group, lane.plane, lane.algorithm)
@@ -394,7 +399,7 @@ def _waits(process: Process) -> Iterator[Wait]:
                 lane.plane.endswith(WAITS)
                 and not lane.number
                 and not lane.is_torn
-                and (group.name, index) not in process.settling
+                and (group.name, group.created_ns, index) not in process.settling
                 and (lane.state != "idle" or _has_failed(process, group, lane))
             ):
                 yield Wait(group, lane.plane.removesuffix(WAITS), lane, lane.root)

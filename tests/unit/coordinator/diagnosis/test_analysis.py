@@ -286,7 +286,7 @@ def test_a_call_that_has_begun_only_just_is_no_wait() -> None:
     """Its rank waits for nobody yet."""
     ranks = job("barrier")
     ranks[0].enter("tp:0", "all_reduce")
-    settling = ranks[0].process(settling=frozenset({("tp:0", 0)}))
+    settling = ranks[0].process(settling=frozenset({("tp:0", 1, 0)}))
     assert judge(Evidence((settling, *(rank.process() for rank in ranks[1:])))).findings == ()
 
 
@@ -477,6 +477,20 @@ def test_a_world_that_is_joined_again_is_not_compared_with_the_one_before() -> N
     waiting = joined_again(0, 3).enter("tp:0", "barrier", plane="shared host")
     found = first(waiting.process(), joined_again(1, 1).process())
     assert (found.rule, found.ranks, found.number, found.plane) == ("root cause", (1,), 1, "shared host")
+
+
+def test_calls_belong_to_the_newest_of_the_groups_with_one_name() -> None:
+    """A world of two is joined again with three ranks, and then with two: rank 0 gives up waiting there."""
+
+    def joined(rank: int) -> FakeRank:
+        first_, second = ((0, 1), 1000), ((0, 1, 2), 2000)
+        found = FakeRank(rank, 2, began_s=first_[1]).group("tp:0", first_[0], "left").calls("tp:0", "barrier")
+        again = FakeRank(rank, 3, began_s=second[1]).group("tp:0", second[0], "left").after(found)
+        return FakeRank(rank, 2, began_s=3000).group("tp:0", (0, 1)).after(again)
+
+    waiting = joined(0).enter("tp:0", "all_reduce").end("tp:0", "failed").group("tp:0", (0, 1), "broken")
+    found = first(waiting.process(), joined(1).process())
+    assert (found.rule, found.ranks, found.call, found.number) == ("root cause", (1,), "all_reduce", 1)
 
 
 @pytest.mark.guarantee("W2")

@@ -87,7 +87,7 @@ def many(*without: int) -> list[FakeRank]:
 
 @pytest.mark.guarantee("W2")
 def test_a_rank_that_no_page_of_its_group_names_is_waited_for() -> None:
-    """If its own page is seen it is named. If not, one of those behind the first 256 is, and nobody is said to have come."""
+    """If its own page is seen it is named; if not, one of those behind the first 256. All are not said to have come."""
     ranks = many(258)
     found = first(*(rank.process() for rank in ranks))
     assert (found.rule, found.ranks) == ("root cause", (258,))

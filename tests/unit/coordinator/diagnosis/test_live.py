@@ -108,17 +108,22 @@ def test_a_wait_is_a_call_that_goes_on_for_long_in_both_looks(
     assert [(found.rule, found.ranks) for found in findings] == ([("root cause", (2,))] if is_named else [])
 
 
-def test_a_wait_is_seen_in_a_world_that_is_joined_again() -> None:
-    """The group that was left has the same name, and its lanes are idle."""
+@pytest.mark.parametrize("left", [(0, 1, 2), (0, 1)])
+def test_a_wait_is_seen_in_a_world_that_is_joined_again(left: tuple[int, ...]) -> None:
+    """The group that was left has the same name, whatever its size, and its lanes are idle."""
+    members = (0, 1, 2)
 
     def again(rank: int) -> FakeRank:
-        left = FakeRank(rank, 2, began_s=500).group("world:0", (0, 1), "left").calls("world:0", "barrier")
-        return FakeRank(rank, 2, began_s=1000).group("world:0", (0, 1)).after(left)
+        joined = FakeRank(rank, 3, began_s=1000).group("world:0", members)
+        if rank not in left:
+            return joined
+        before = FakeRank(rank, len(left), began_s=500).group("world:0", left, "left")
+        return joined.after(before.calls("world:0", "barrier"))
 
-    waits = again(0).enter("world:0", "all_reduce", begin_ns=AT_NS - 5 * SECOND)
-    now = look([seen(waits.page(), 100, [100]), seen(again(1).page(), 101, [100])])
+    waiting = [again(rank).enter("world:0", "all_reduce", begin_ns=AT_NS - 5 * SECOND) for rank in (0, 1)]
+    now = look([seen(each.page(), 100 + each.rank, [100]) for each in (*waiting, again(2))])
     findings = judge(evidence_of(now, now, now.seen, 1.0)).findings
-    assert [(found.rule, found.ranks) for found in findings] == [("root cause", (1,))]
+    assert [(found.rule, found.ranks) for found in findings] == [("root cause", (2,))]
 
 
 def test_the_states_of_processes_come_from_the_kernel() -> None:

@@ -148,24 +148,24 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         )
         with kept([parts]):
             self._bind(parts, group_ranks, local_rank, torch_distributed_backend, settings)
-        self.use_device_communicator = use_device_communicator
-        if use_message_queue_broadcaster:
-            try:
+        try:
+            self.use_device_communicator = use_device_communicator
+            if use_message_queue_broadcaster:
                 self.enable_broadcaster()
-            except BaseException:
-                # The caller never gets this group, and so cannot destroy it.
-                self.destroy()
-                raise
-        logger.info(
-            "created group %s: rank %d of %d, device %s, tensors by %s, in %s",
-            self.unique_name,
-            self.rank_in_group,
-            self.world_size,
-            self.device,
-            self.device_communicator.algorithm,
-            self.creation,
-            extra=self._health.log_fields("create", self.device_communicator.algorithm),
-        )
+            logger.info(
+                "created group %s: rank %d of %d, device %s, tensors by %s, in %s",
+                self.unique_name,
+                self.rank_in_group,
+                self.world_size,
+                self.device,
+                self.device_communicator.algorithm,
+                self.creation,
+                extra=self._health.log_fields("create", self.device_communicator.algorithm),
+            )
+        except BaseException:
+            # The caller never gets this group, and so cannot destroy it.
+            self.destroy()
+            raise
 
     @classmethod
     def _create_together(

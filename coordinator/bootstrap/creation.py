@@ -16,7 +16,7 @@ import torch.distributed as dist
 from coordinator.bootstrap.agreement.agreeing import LINGER_S, agree, decline
 from coordinator.bootstrap.agreement.views import View, Views
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
-from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
+from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, kept
 from coordinator.bootstrap.membership import own_address, serves_store
 from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.status_store import WorldStatusStore
@@ -92,8 +92,8 @@ def create_parts(
     everyone = sorted(named or range(world.size))
     stores = [dist.PrefixStore(f"group_coordinator/{plan.name}", store) for plan in plans]
     builders, unbuilt, agreed = list[GroupBuilder](), list[WorldStatusStore](), threading.Event()
-    to_call = [on_agreed or _nothing]
-    with ExitStack() as offered:
+    to_call, made = [on_agreed or _nothing], list[GroupParts]()
+    with kept(made), ExitStack() as offered:
         try:
             regions = [prepare_region(plan, host_ids or {}, offered) for plan in plans]
             offers = msgspec.json.encode([region.offer for region in regions]).decode()
@@ -112,7 +112,8 @@ def create_parts(
             _join_heartbeats(builders, world, prefix, what, brief)
             _share(builders)
             how = use_device_communicator, agreement_s, tuple(plan.name for plan in plans)
-            return [builder.connect(*how) for builder in builders]
+            # Nothing is called behind it: an interrupt comes before, or finds all of them in `made`.
+            made += [builder.connect(*how) for builder in builders]
         except BaseException as error:
             if agreed.is_set():
                 # An interrupt may come when all have just agreed: the others count the names, and wait in the groups.
@@ -120,6 +121,7 @@ def create_parts(
                 unbuilt = [status_store(*each) for each in zip(plans, stores, strict=True)][len(builders) :]
             give_up(builders, error, unbuilt)
             raise
+    return made
 
 
 def _agree(

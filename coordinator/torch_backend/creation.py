@@ -17,7 +17,7 @@ from coordinator.bootstrap.agreement.views import View, Views
 from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.creation import PROTOCOL_VERSION, give_up
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
-from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
+from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, kept
 from coordinator.bootstrap.membership import Membership, own_address
 from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.world import World
@@ -82,33 +82,42 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
     number = ask_store(lambda: same.add(f"uses/{rank}", 1), where, timeout_s)
     store = dist.PrefixStore(str(number), same)
     begin_record(options.store, rank, settings)
-    with ExitStack() as offered:
-        region = prepare_region(plan, {}, offered)
-        started = time.perf_counter()
-        offers = msgspec.json.encode([region.offer]).decode()
-        address = own_address(settings.interface, options.store)
-        own = View(_facts(plan, settings), this_process(), address, shared_memory.host_id(), offers)
-        agreed = threading.Event()
-        try:
-            views = _agree(dist.PrefixStore("agreement", store), plan, own, timeout_s, agreed)
-        except BaseException as error:
-            give_up([], error, [status_store(plan, store)] if agreed.is_set() else [])
-            raise
-        check_plaintext(settings, options.store, views.spans_hosts, f"group {name!r}")
-        if not views.share_memory:
+    builders, made, agreed = list[GroupBuilder](), list[GroupParts](), threading.Event()
+    # From here on only `made` holds a group that nobody has yet, and so could destroy.
+    with kept(made):
+        with ExitStack() as offered:
+            region = prepare_region(plan, {}, offered)
+            started = time.perf_counter()
+            offers = msgspec.json.encode([region.offer]).decode()
+            address = own_address(settings.interface, options.store)
+            own = View(_facts(plan, settings), this_process(), address, shared_memory.host_id(), offers)
+            try:
+                views = _agree(dist.PrefixStore("agreement", store), plan, own, timeout_s, agreed)
+                agreement_s = time.perf_counter() - started
+                check_plaintext(settings, options.store, views.spans_hosts, f"group {name!r}")
+                if views.share_memory:
+                    builder = GroupBuilder(
+                        plan,
+                        region,
+                        views,
+                        store=store,
+                        device=torch.device("cpu"),
+                        backend="gloo",
+                        settings=settings,
+                        world=World(rank, max(ranks) + 1, store),
+                    )
+                    builders.append(builder)
+                    builder.share(0)
+                    builder.confirm()
+                    made += [builder.connect(True, agreement_s, (name,))]
+            except BaseException as error:
+                give_up(
+                    builders, error, [status_store(plan, store)] if agreed.is_set() and not builders else []
+                )
+                raise
+        if not made:
             return build_gloo_backend(options, GlooOptions(views.listening_address(LOOPBACK)))
-        builder = GroupBuilder(
-            plan,
-            region,
-            views,
-            store=store,
-            device=torch.device("cpu"),
-            backend="gloo",
-            settings=settings,
-            world=World(rank, max(ranks) + 1, store),
-        )
-        parts = _build(builder, time.perf_counter() - started)
-    return BackendProcessGroup(parts, views.processes, options.store, store, timeout_s)
+        return BackendProcessGroup(made[0], views.processes, options.store, store, timeout_s)
 
 
 def _facts(plan: GroupPlan, settings: CoordinatorSettings) -> dict[str, str]:
@@ -132,16 +141,6 @@ def _agree(store: dist.Store, plan: GroupPlan, own: View, timeout_s: float, agre
         }
     with closing(PeerWatch(own.process, others)) as watch:
         return agree(store, f"group {plan.name!r}", rank, ranks, own, timeout_s, watch, agreed)
-
-
-def _build(builder: GroupBuilder, agreement_s: float) -> GroupParts:
-    try:
-        builder.share(0)
-        builder.confirm()
-        return builder.connect(True, agreement_s, (builder.plan.name,))
-    except BaseException as error:
-        give_up([builder], error)
-        raise
 
 
 __all__ = ["BACKEND", "create", "register"]

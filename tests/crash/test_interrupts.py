@@ -16,8 +16,10 @@ from coordinator import GroupCoordinator, ParallelGroups, ParallelLayout
 from coordinator.bootstrap import creation
 from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.bootstrap.group_parts import GroupProcessGroups
+from coordinator.group import logger
 from coordinator.parallel_state import init_distributed_environment
 from coordinator.settings import CoordinatorSettings
+from device_comm.cpu.shared_memory import Preparation
 from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
 from tests.samples import sampled
@@ -190,6 +192,43 @@ def test_an_interrupt_after_the_agreement_is_told_to_every_rank(ranks4: RankPool
             assert (found["kind"], found["peers"]) == ("PeerLostError", [1]), found
             assert found["seconds"] < PROMPT_S
         assert again["kind"] == "NoneType", again
+
+
+def interrupt_at_the_end(rank: int, world_size: int, directory: Path, place: str) -> list[dict[str, Any]]:
+    owner, name = END_PLACES[place]
+    original = getattr(owner, name)
+
+    def raising(*args: Any, **options: Any) -> None:
+        original(*args, **options)
+        raise KeyboardInterrupt
+
+    def create_and_meet() -> None:
+        with new_group(group) as made:
+            made.barrier()
+
+    with world(rank, world_size, directory) as group:
+        with mock.patch.object(owner, name, raising) if rank == 1 else nullcontext():
+            found = [outcome_of(create_and_meet)]
+        meet(rank, range(world_size), directory, "interrupted")
+        found.append(outcome_of(create_and_meet))
+        return found
+
+
+END_PLACES: dict[str, tuple[Any, str]] = {
+    "while the offers are withdrawn": (Preparation, "close"),
+    "while the group is logged": (logger, "info"),
+}
+
+
+@pytest.mark.guarantee("G37")
+@pytest.mark.parametrize("place", END_PLACES)
+def test_an_interrupt_of_a_group_that_is_ready_ends_the_group(ranks2: RankPool, place: str) -> None:
+    """Nobody will have it, so the other rank, which has its own already, does not wait for this one."""
+    (found, again), (interrupted, _) = ranks2.run(interrupt_at_the_end, place)
+    assert interrupted["kind"] == "KeyboardInterrupt"
+    assert (found["kind"], found["peers"]) == ("PeerLostError", [1]), found
+    assert found["seconds"] < PROMPT_S
+    assert again["kind"] == "NoneType", again
 
 
 def interrupt_while_connecting(rank: int, world_size: int, directory: Path) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """When a rank dies or does not come, torch's functions over our backend say which one, as errors that torch knows."""
 
+import itertools
 import os
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,8 @@ from torch._C._distributed_c10d import Backend
 from torch.nn.parallel import DistributedDataParallel
 
 from coordinator.errors import CommError
+from coordinator.torch_backend import creation
+from coordinator.torch_backend.process_group import BackendProcessGroup
 from tests.harness import RankPool, run_ranks
 from tests.torch_groups import OURS, torch_world
 from tests.worlds import meet
@@ -170,6 +175,42 @@ def test_abort_ends_a_call_that_waits(ranks2: RankPool) -> None:
     assert (there["kind"], there["ranks"]) == ("BackendPeerLostError", [0])
 
 
+class InterruptedStack(ExitStack):
+    """Ends as a signal handler leaves it that raises at its end."""
+
+    def __exit__(self, *exc_info: object) -> bool:
+        super().__exit__(None, None, None)
+        raise KeyboardInterrupt
+
+
+TAKEOVERS: dict[str, tuple[Any, str, Any]] = {
+    "while the offer is withdrawn": (creation, "ExitStack", InterruptedStack),
+    "in the constructor": (BackendProcessGroup, "__init__", mock.Mock(side_effect=KeyboardInterrupt)),
+}
+
+
+def interrupted_creation(rank: int, world_size: int, directory: Path, place: str) -> list[Any]:
+    with torch_world(rank, world_size, directory):
+        found: list[Any] = []
+        if rank == 0:
+            with mock.patch.object(*TAKEOVERS[place]), pytest.raises(KeyboardInterrupt):
+                dist.new_group()
+        else:
+            group = dist.new_group()
+            found = [outcome(lambda: dist.all_reduce(torch.ones(2), group=group))]
+        dist.barrier()
+        return found
+
+
+@pytest.mark.guarantee("G37")
+@pytest.mark.parametrize("place", TAKEOVERS)
+def test_an_interrupt_of_a_group_that_is_ready_ends_it(ranks2: RankPool, place: str) -> None:
+    """The engine never gets it here, so the other rank is told, and nothing of the group stays."""
+    _, (there,) = ranks2.run(interrupted_creation, place)
+    assert (there["kind"], there["ranks"]) == ("BackendPeerLostError", [0])
+    assert there["seconds"] < PROMPT_S
+
+
 def interrupted_end(rank: int, world_size: int, directory: Path) -> list[Any]:
     with torch_world(rank, world_size, directory):
         group: Any = dist.new_group()
@@ -189,17 +230,16 @@ def interrupted_end(rank: int, world_size: int, directory: Path) -> list[Any]:
         return found
 
 
-def raises_once(close: Callable[[float], None]) -> Callable[[float], None]:
-    """Return `close` as a handler leaves it that raises in the first call."""
-    calls = []
+def raises_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` as a handler leaves it that raises in the first call."""
+    calls = itertools.count()
 
-    def closing(within_s: float) -> None:
-        calls.append(within_s)
-        if len(calls) == 1:
+    def call(*args: Any) -> Any:
+        if next(calls) == 0:
             raise KeyboardInterrupt
-        close(within_s)
+        return function(*args)
 
-    return closing
+    return call
 
 
 @pytest.mark.guarantee("G48")

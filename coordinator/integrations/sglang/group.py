@@ -129,6 +129,15 @@ class SglangGroupCoordinator(GroupCoordinator):
         self.use_hpu_communicator = use_hpu_communicator
         self.use_xpu_communicator = use_xpu_communicator
         self.use_message_queue_broadcaster = use_message_queue_broadcaster
+        try:
+            self._describe()
+        except BaseException:
+            # The caller never gets this group, and so cannot destroy it.
+            self.destroy()
+            raise
+
+    def _describe(self) -> None:
+        """Set what SGLang reads of the group, and let SGLang's custom operations find it."""
         self.active_ranks: torch.Tensor = torch.ones(self.world_size, dtype=torch.int32, device=self.device)
         self.active_ranks_cpu: torch.Tensor = torch.ones(self.world_size, dtype=torch.int32)
         self.device_module: Any = torch.get_device_module(self.device)

@@ -72,10 +72,15 @@ class VllmGroupCoordinator(GroupCoordinator):
             settings=settings,
         )
         if self.use_all2all and self.world_size > 1:
-            # With several replicas of a mixture of experts vLLM reads this before it calls `dispatch`.
-            replicas: int = import_module(STATE).get_dp_group().world_size
-            communicator: Any = self.device_communicator
-            communicator.all2all_manager = _Experts(self.rank_in_group, self.world_size, replicas)
+            try:
+                # With several replicas of a mixture of experts vLLM reads this before it calls `dispatch`.
+                replicas: int = import_module(STATE).get_dp_group().world_size
+                communicator: Any = self.device_communicator
+                communicator.all2all_manager = _Experts(self.rank_in_group, self.world_size, replicas)
+            except BaseException:
+                # The caller never gets this group, and so cannot destroy it.
+                self.destroy()
+                raise
 
     def _create(self, *parts: Any) -> None:
         """Refuse, on every rank alike, what vLLM's elastic engine would make of this group."""

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from coordinator.integrations.sglang import parallel_state as state
 from coordinator.integrations.sglang.group import SglangGroupCoordinator
 from coordinator.integrations.sglang.widths import Widths
-from shm_broadcast.errors import UsageError
+from shm_broadcast.errors import PeerLostError, UsageError
 from tests.harness import RankPool
 
 
@@ -99,6 +100,29 @@ def replace_groups(rank: int, size: int, directory: Path) -> None:
     state.destroy_model_parallel()
     assert not state.model_parallel_is_initialized()
     state.destroy_distributed_environment()
+
+
+def interrupt_creation(rank: int, size: int, directory: Path) -> None:
+    state.init_distributed_environment(size, rank, f"file://{directory}/world", rank, "gloo")
+    if rank == 0:
+        struck = mock.patch.object(SglangGroupCoordinator, "_describe", side_effect=KeyboardInterrupt)
+        with struck, pytest.raises(KeyboardInterrupt):
+            state.init_model_parallel_group([[0, 1]], rank, "gloo")
+    else:
+        with (
+            state.init_model_parallel_group([[0, 1]], rank, "gloo") as group,
+            pytest.raises(PeerLostError) as caught,
+        ):
+            group.barrier(timeout_s=60.0)
+        assert caught.value.peers == (0,)
+    state.get_world_group().barrier()
+    state.destroy_distributed_environment()
+
+
+@pytest.mark.guarantee("G37")
+def test_an_interrupted_constructor_leaves_no_group(ranks2: RankPool) -> None:
+    """The other rank, which has its group, learns that this one has none."""
+    ranks2.run(interrupt_creation)
 
 
 @pytest.mark.parametrize("body", [call_with_outputs, send_both_ways, replace_groups])

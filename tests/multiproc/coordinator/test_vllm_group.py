@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -188,3 +189,25 @@ def experts(rank: int, world_size: int, directory: Path) -> list[Any]:
 def test_a_group_of_experts_has_what_vllm_reads_before_it_dispatches(ranks2: RankPool) -> None:
     """With several replicas of a mixture of experts vLLM asks the communicator for these."""
     assert ranks2.run(experts) == [[0, 2, 2, False], [1, 2, 2, False]]
+
+
+def refused_experts(rank: int, world_size: int, directory: Path) -> None:
+    state: Any = types.ModuleType(STATE)
+    state.get_dp_group = mock.Mock(side_effect=AssertionError("data parallel group is not initialized"))
+    sys.modules[STATE] = state
+    try:
+        with world(rank, world_size, directory) as first:
+            with (
+                pytest.raises(AssertionError, match="data parallel group"),
+                vllm_group(first, use_all2all=True),
+            ):
+                pass
+            with vllm_group(first) as group:
+                assert group.all_gather_object(rank) == [0, 1]
+    finally:
+        del sys.modules[STATE]
+
+
+def test_a_group_whose_constructor_fails_behind_the_creation_is_released(ranks2: RankPool) -> None:
+    """What vLLM asserts where it has no data-parallel group yet arrives as it is, and nothing of the group stays."""
+    ranks2.run(refused_experts)

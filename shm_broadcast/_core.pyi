@@ -277,7 +277,11 @@ class ReadEndpoint(_Endpoint):
         """Return the next object."""
 
     def receive_within(self, spin_ns: int, park_ns: int, /) -> Any:
-        """Return the next object, or NOTHING if none came in at most `spin_ns` and then `park_ns` for each record."""
+        """Return the next object, or NOTHING if none came in at most `spin_ns` and then `park_ns`.
+
+        The wait for a turn is a part of that. If more of a message comes at once, a call goes on with it for up to
+        50 ms.
+        """
 
     def fetch(self, timeout_ns: int = -1, until_ns: int = -1, /) -> None:
         """Wait for the next object, which `message` takes out, unless one was fetched already.
@@ -286,7 +290,7 @@ class ReadEndpoint(_Endpoint):
         """
 
     def fetch_within(self, spin_ns: int, park_ns: int, /) -> None:
-        """Fetch the next object if it comes in at most `spin_ns` and then `park_ns` for each record."""
+        """Fetch the next object if it comes within these times, as `receive_within` returns it."""
 
     def set_signal(self, eventfd: int, /) -> None:
         """Keep the eventfd readable while a message is there. A thread must run `ring_signal` from now on.

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from shm_broadcast import _core, codec
 from shm_broadcast.layout import FIELDS, LINE, PAGE, RECORD_FIELDS, Field, RecordKind, record_bytes
 from tests.queues import LONG, RefusedError, background, bare_ring, ends, put_word, refuse, ring_write, word
+from tests.waiting import wait_until
 
-FILLED, CONSUMED = FIELDS["filled"], FIELDS["consumed"]
+FILLED, CONSUMED, PUBLISHED = (FIELDS[name] for name in ("filled", "consumed", "published"))
 PAYLOAD, FLAGS, TOTAL = (RECORD_FIELDS[name] for name in ("payload_bytes", "flags", "total_bytes"))
 
 
@@ -57,6 +58,42 @@ def test_a_frame_of_nonsense_leaves_the_next_message(nbytes: int) -> None:
             caught.append(error)
     assert writer.send_now("next", 0) is None
     assert reader.receive_within(0, 0) == "next"
+
+
+@pytest.mark.guarantee("B4")
+@pytest.mark.parametrize("ring_bytes", [2 * PAGE, 64 * PAGE], ids=["a part", "a stream"])
+def test_a_piece_of_a_message_prolongs_no_wait(ring_bytes: int) -> None:
+    """The time of a call is that of its waits together, though the rest of a message is awaited for itself."""
+    memory, _, reader = ends(ring_bytes)
+    message = codec.encode(LONG)
+    ring_write(memory, message.header, message.buffers, 0, 0, 0)
+    published = word(memory, PUBLISHED)
+    put_word(memory, PUBLISHED, 0)
+    put_word(memory, FILLED, LINE + 100)
+
+    def publish_a_piece() -> None:
+        time.sleep(0.25)
+        put_word(memory, PUBLISHED, published)
+        _core.ring_stir(memory)
+
+    start = time.monotonic()
+    with background(publish_a_piece):
+        assert reader.receive_within(0, 300_000_000) is _core.NOTHING
+        waited_s = time.monotonic() - start
+    assert reader.is_assembling
+    assert 0.3 <= waited_s < 0.45
+
+
+@pytest.mark.guarantee("B4")
+def test_the_wait_for_a_turn_prolongs_no_wait() -> None:
+    """A call that has waited for another thread waits for its message only as long as is left."""
+    _, _, reader = ends()
+    with background(lambda: reader.receive_within(0, 250_000_000)):
+        wait_until(lambda: reader.is_busy, "the other thread in its call", poll_s=0.001)
+        start = time.monotonic()
+        assert reader.receive_within(0, 300_000_000) is _core.NOTHING
+        waited_s = time.monotonic() - start
+    assert 0.3 <= waited_s < 0.45
 
 
 PART = (PAGE - LINE) // 2 // LINE * LINE

@@ -90,6 +90,29 @@ def test_two_threads_sleep_at_one_place_of_a_ring() -> None:
     assert woken[0] - sent < 4.0
 
 
+@pytest.mark.guarantee("B1")
+def test_a_look_at_a_ring_gives_back_nothing() -> None:
+    """Who has no turn, as `dequeue_any`, changes nothing: beside a reader that moves on, it would set that back."""
+    memory = bare_ring()
+    for nbytes in (1984, 1000):
+        ring_write(memory, bytes(nbytes), (), 0, 0, 0)
+        _core.ring_take(memory, 0)
+        _core.ring_release(memory, 0)
+    # This one does not fit behind the others: a skip precedes it.
+    assert ring_write(memory, bytes(1500), (), 0, 0, 0) == 1500
+    reader = _core.ReadEndpoint(memory, 0, codec.build_owned, "park", refuse)
+    before = get(memory, "consumed", "space")
+    assert before == [record_bytes(1984) + record_bytes(1000), 0]
+    for times in ((0, 0), (1, 0), (0, 1)):
+        assert _core.ring_wait(memory, 0, *times) == 1
+        assert _core.ring_wait_any((memory,), (0,), *times)
+    assert reader.has_news
+    assert get(memory, "consumed", "space") == before
+    window, *_ = _core.ring_take(memory, 0)
+    assert bytes(memoryview(window)) == bytes(1500)
+    assert get(memory, "consumed") == [PAGE]
+
+
 @pytest.mark.guarantee("B8")
 def test_a_streamed_record_says_how_far_it_is_filled() -> None:
     """A long message is of the kind STREAMED, and `filled` stands behind its payload when all of it is there."""

@@ -17,6 +17,38 @@ struct Budget {
     uint64_t park_ns;
 };
 
+// When a wait ends: it polls until `spin_until`, and sleeps from then until `until`. Both are 0 if it does not wait at all.
+// Whoever waits several times within one budget has one of these, so that the waits together take no longer.
+struct Term {
+    uint64_t spin_until = 0;
+    uint64_t until = 0;
+
+    Term() = default;
+    Term(uint64_t now, Budget budget) {
+        if (budget.spin_ns == 0 && budget.park_ns == 0) return;
+        spin_until = later(now, budget.spin_ns);
+        until = later(spin_until, budget.park_ns);
+    }
+    bool waits() const { return until > 0; }
+    // Returns this term, cut off at `time`.
+    Term before(uint64_t time) const {
+        Term result = *this;
+        result.spin_until = std::min(spin_until, time);
+        result.until = std::min(until, time);
+        return result;
+    }
+    // Returns this term, prolonged so that it polls until `time` at least.
+    Term polling(uint64_t time) const {
+        Term result = *this;
+        result.spin_until = std::max(spin_until, time);
+        result.until = std::max(until, time);
+        return result;
+    }
+
+private:
+    static uint64_t later(uint64_t time, uint64_t by) { return by > UINT64_MAX - time ? UINT64_MAX : time + by; }
+};
+
 // A waiting reader looks around at this interval: it must notice a death within 1 s. It checks for signals every 100 ms.
 inline constexpr int64_t kLookNs = 400 * 1000 * 1000;
 // Polling this long is cheaper for both sides than a sleep and a wake-up, which take 5 to 20 us of processor time.

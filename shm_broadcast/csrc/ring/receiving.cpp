@@ -24,24 +24,23 @@ PyObject* corrupt(Endpoint* end, const char* what) {
     return nullptr;
 }
 
-// Waits until `done()` is true, the queue has ended or the wait budget is used up. Returns 1 if `done()` is true, 0 if not,
+// Waits until `done()` is true, the queue has ended or the term is over. Returns 1 if `done()` is true, 0 if not,
 // and -1 with the exception of a signal handler, or in a forked child.
 template <typename Done>
-int wait_until(Endpoint* end, Budget budget, Done done) {
+int wait_until(Endpoint* end, const Term& term, Done done) {
     Ring& ring = *end->ring;
     if (done()) {
         end->arrived_ns = ring.writer().stamp_ns.load(std::memory_order_relaxed);
         return 1;
     }
-    if (budget.spin_ns == 0 && budget.park_ns == 0) return 0;
+    if (!term.waits()) return 0;
     const auto ready = [&] { return done() || ring.ended(end->index); };
     const uint64_t start = ring::now_ns();
     uint64_t now = start;
-    const uint64_t parked_from = start + budget.spin_ns, until = parked_from + budget.park_ns;
     int status = 0;
-    while (status == 0 && now < until && !ready() && !end->is_closed) {
-        const uint64_t spin = now < parked_from ? std::min(parked_from - now, kSliceNs) : 0;
-        const uint64_t park = now + spin < parked_from ? 0 : std::min(until - now - spin, kSliceNs);
+    while (status == 0 && now < term.until && !ready() && !end->is_closed) {
+        const uint64_t spin = now < term.spin_until ? std::min(term.spin_until - now, kSliceNs) : 0;
+        const uint64_t park = now + spin < term.spin_until ? 0 : std::min(term.until - now - spin, kSliceNs);
         Py_BEGIN_ALLOW_THREADS
         ring.wait(end->index, spin, park, ready);
         Py_END_ALLOW_THREADS
@@ -159,14 +158,14 @@ PyObject* take(Endpoint* end, const ring::RecordHeader& record, const unsigned c
     }
 }
 
-// Returns the next object. Returns `nothing` if a record of it has not come within `budget`, which applies to each record.
-PyObject* receive_within(Endpoint* end, Budget budget) {
+// Returns the next object. Returns `nothing` if it has not come within `term`. When that is over, it goes on with a message of
+// which more comes at once, for a while, but not beyond `deadline`.
+PyObject* receive_within(Endpoint* end, const Term& term, uint64_t deadline = kForever) {
     Ring& ring = *end->ring;
     const uint32_t index = end->index;
-    const bool waits = budget.spin_ns > 0 || budget.park_ns > 0;
     uint64_t until = 0;
     ring::RecordHeader record{};
-    int found = wait_until(end, budget, [&] { return ring.has_data(index); });
+    int found = wait_until(end, term, [&] { return ring.has_data(index); });
     while (found > 0) {
         unsigned char* payload = nullptr;
         if (!ring.next(index, &record, &payload)) return corrupt(end, "the ring holds no readable record");
@@ -174,20 +173,19 @@ PyObject* receive_within(Endpoint* end, Budget budget) {
         if (result != nothing) return result;
         Py_DECREF(result);
         const uint64_t now = ring::now_ns();
-        if (until == 0) until = now + kLongestCallNs;
-        if (!waits || now >= until || end->is_closed) break;
-        budget.spin_ns = std::max(budget.spin_ns, kNextPartNs);
+        if (until == 0) until = std::min(now + kLongestCallNs, deadline);
+        if (!term.waits() || now >= until || end->is_closed) break;
         // Wait for more of a streamed record, or for the next part.
         const uint64_t taken = end->assembly->total() - end->assembly->missing();
         const bool streams = record.flags == ring::kStreamed;
-        found = wait_until(end, budget, [&] {
+        found = wait_until(end, term.polling(std::min(now + kNextPartNs, deadline)), [&] {
             return streams ? ring.available(index, record) > taken : ring.has_data(index);
         });
     }
     return found < 0 ? nullptr : none_yet();
 }
 
-// Waits until `take(budget)` returns something other than `nothing`, and calls `look_around` in between. Returns nullptr with
+// Waits until `take(term)` returns something other than `nothing`, and calls `look_around` in between. Returns nullptr with
 // an exception.
 template <typename Take>
 PyObject* await(Endpoint* end, const Deadline& deadline, Take take) {
@@ -200,16 +198,16 @@ PyObject* await(Endpoint* end, const Deadline& deadline, Take take) {
     }
     ++end->waits;
     for (;;) {
-        Budget budget = end->pacer.budget(end->mode, static_cast<int64_t>(now));
+        const Budget budget = end->pacer.budget(end->mode, static_cast<int64_t>(now));
         const uint64_t left = until > now ? until - now : 0;
         // A reader that is awake for an expected message looks around before it polls, and so notices a dead writer then. This
         // also brings the interpreter's code back into the caches: after a sleep of 2 ms a small message took 26 us without
         // this call and 19 us with it, a scheduler's output 57 and 47 us (medians of eight alternating runs).
         if (end->mode == Mode::kAdaptive && budget.spin_ns > kShortSpinNs && !look(end, kWaiting, Py_None)) return nullptr;
-        budget = {std::min(budget.spin_ns, left), std::min(budget.park_ns, left)};
+        const Term term = left == 0 ? Term() : Term(now, budget).before(until);
         // Python code has run since the turn began, and may have made a forked child of this process.
         if (is_inherited(end)) return refuse(end, kUnusable), nullptr;
-        PyObject* result = take(budget);
+        PyObject* result = take(term);
         if (result != nothing) return result;
         Py_DECREF(result);
         if (!check_usable(end)) return nullptr;
@@ -227,10 +225,10 @@ PyObject* await(Endpoint* end, const Deadline& deadline, Take take) {
 }
 
 PyObject* receive(Endpoint* end, const Deadline& within) {
-    PyObject* result = receive_within(end, {0, 0});
+    PyObject* result = receive_within(end, Term());
     if (result != nothing) return result;
     Py_DECREF(result);
-    return await(end, within, [end](Budget budget) { return receive_within(end, budget); });
+    return await(end, within, [&](const Term& term) { return receive_within(end, term, within.until); });
 }
 
 // receive([timeout_ns]) -> the next object
@@ -295,13 +293,19 @@ bool read_times(PyObject* const* args, uint64_t* times) {
     return true;
 }
 
+// Returns the term of a call that begins now. The wait for its turn is a part of it.
+Term term_of(const uint64_t* times) {
+    return times[0] == 0 && times[1] == 0 ? Term() : Term(ring::now_ns(), {times[0], times[1]});
+}
+
 // fetch_within(spin_ns, park_ns): fetches the next object if it comes within these times
 PyObject* read_fetch_within(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Endpoint* end = endpoint_of(self);
     uint64_t times[2];
     if (!expect_arguments("fetch_within", count, 2) || !read_times(args, times)) return nullptr;
-    const Turn turn(end, times[0] + times[1] == 0 ? 0 : ring::now_ns() + times[0] + times[1]);
-    if (turn ? !keep(end, [&] { return receive_within(end, {times[0], times[1]}); }) : PyErr_Occurred() != nullptr) return nullptr;
+    const Term term = term_of(times);
+    const Turn turn(end, term.until);
+    if (turn ? !keep(end, [&] { return receive_within(end, term); }) : PyErr_Occurred() != nullptr) return nullptr;
     Py_RETURN_NONE;
 }
 
@@ -310,9 +314,10 @@ PyObject* read_receive_within(PyObject* self, PyObject* const* args, Py_ssize_t 
     Endpoint* end = endpoint_of(self);
     uint64_t times[2];
     if (!expect_arguments("receive_within", count, 2) || !read_times(args, times)) return nullptr;
-    const Turn turn(end, times[0] + times[1] == 0 ? 0 : ring::now_ns() + times[0] + times[1]);
+    const Term term = term_of(times);
+    const Turn turn(end, term.until);
     if (!turn) return PyErr_Occurred() ? nullptr : none_yet();
-    PyObject* result = receive_within(end, {times[0], times[1]});
+    PyObject* result = receive_within(end, term);
     settle_signal(end);
     return result;
 }
@@ -358,8 +363,8 @@ PyObject* read_lend(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     if (!came(end, turn, within)) return nullptr;
     const auto is_there = [end] { return end->ring->has_whole_record(end->index); };
     if (!is_there()) {
-        const Ref found(await(end, within, [&](Budget budget) {
-            const int status = wait_until(end, budget, is_there);
+        const Ref found(await(end, within, [&](const Term& term) {
+            const int status = wait_until(end, term, is_there);
             return status < 0 ? nullptr : status == 0 ? none_yet() : Py_NewRef(Py_None);
         }));
         if (!found) return nullptr;

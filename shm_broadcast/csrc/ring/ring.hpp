@@ -355,13 +355,9 @@ public:
         return filled < start ? 0 : filled - start < record.payload_bytes ? filled - start : record.payload_bytes;
     }
 
-    // Returns whether the next record is complete. Also returns true for an invalid header, which `next` then refuses.
-    bool has_whole_record(uint32_t index) {
-        RecordHeader record{};
-        unsigned char* payload = nullptr;
-        return has_data(index) &&
-               (!next(index, &record, &payload) || available(index, record) == record.payload_bytes);
-    }
+    // Returns whether the next record is complete. Also returns true for an invalid header, which `next` then refuses. As
+    // `has_more`, for any thread.
+    bool has_whole_record(uint32_t index) { return has_more(index, UINT64_MAX); }
 
     // Sleeps until the sequence word changes, a signal comes or `nanoseconds` have passed; `done()` may only change together
     // with that word. Returns false for a signal. After an announcement it polls for the message.
@@ -416,11 +412,11 @@ public:
     }
 
     // Returns whether the queue has ended or the next record is complete. As `has_more`, for any thread.
-    bool is_readable(uint32_t index) { return ended(index) || has_more(index, UINT64_MAX); }
+    bool is_readable(uint32_t index) { return ended(index) || has_whole_record(index); }
 
     // Returns whether the next record is complete, or more than `taken` bytes of it are there. Unlike `next` it changes nothing,
-    // because it also runs in a thread that is not the reader: that would set `consumed` back. Beside a reader that moves on it may
-    // return true in vain.
+    // because it also runs in a thread that is not the reader, or has no turn: that would set `consumed` back. Beside a reader that
+    // moves on it may return true in vain.
     bool has_more(uint32_t index, uint64_t taken) {
         if (!has_data(index)) return false;
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
@@ -467,7 +463,8 @@ public:
         futex_wake_all(writer().sequence);
     }
 
-    // Finds the next record of reader `index` and skips the unused end of the data area. Returns false for an invalid header.
+    // Finds the next record of reader `index` and skips the unused end of the data area. Returns false for an invalid header. Only
+    // for the thread whose turn it is, or with the GIL.
     bool next(uint32_t index, RecordHeader* record, unsigned char** payload) {
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
         uint64_t at = reader(index).consumed.load(std::memory_order_relaxed);

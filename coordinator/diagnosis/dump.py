@@ -28,9 +28,10 @@ class DumpedPage(msgspec.Struct, frozen=True):
     """A page, and its process.
 
     Attributes:
-        pid: Its process as the command saw it; None if that has ended, or was not seen.
+        pid: Its process as the command saw it; None if that has ended or was not seen, as in
+            another container.
         holders: Processes that have the page.
-        process: What the kernel said of the process; None if it has ended.
+        process: What the kernel said of the process; None if it has ended or was not seen.
         page: What the page says, with its last 4,096 calls.
     """
 

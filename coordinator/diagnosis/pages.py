@@ -20,7 +20,7 @@ from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.model import Page
 from coordinator.diagnosis.page_memory import PageMemory
 from shm_broadcast.errors import DecodeError
-from shm_broadcast.liveness import time_namespace
+from shm_broadcast.liveness import this_process, time_namespace
 from shm_broadcast.status.record_file import is_page_link
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Search",
     "find_memory",
     "find_pages",
+    "is_foreign",
     "owner_of",
     "processes",
     "shift_of",
@@ -36,6 +37,8 @@ __all__ = [
 
 # Pages, queues, and what groups share.
 _LINKS: Final = "/memfd:group-coordinator"
+# Inode of the PID namespace that sees the processes of all others: PROC_PID_INIT_INO of include/linux/proc_ns.h.
+_FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -43,7 +46,7 @@ class Found(msgspec.Struct, frozen=True):
 
     Attributes:
         page: What it says.
-        pid: Its owner as this process sees it; None if the owner has ended, or lives in another PID namespace.
+        pid: Its owner as this process sees it; None if the owner has ended, or may be hidden (`is_foreign`).
         holders: Processes in which it was found, as this process sees them.
     """
 
@@ -162,6 +165,15 @@ def shift_of(page: Page) -> int:
     if page.time_namespace == time_namespace():
         return 0
     return page.realtime_ns - (time.time_ns() - time.monotonic_ns())
+
+
+def is_foreign(page: Page) -> bool:
+    """Return whether a process that is not found for a page may live all the same, as in another container.
+
+    Its number means nothing here then, or its start is counted by another clock.
+    """
+    sees = (page.pid_namespace, _FIRST_PID_NAMESPACE)
+    return page.time_namespace != time_namespace() or this_process().pid_namespace not in sees
 
 
 def owner_of(page: Page, holders: Iterable[int]) -> int | None:

@@ -124,7 +124,8 @@ def evidence_of(before: Sample, now: Sample, seen: Sequence[Seen], waiting_s: fl
     unseen = [f"page of process {pid}: {fault}" for pid, fault in sorted(now.faults.items())]
     if now.refused:
         unseen.append(f"processes whose descriptors this one may not read: {len(now.refused)}")
-    is_all_seen = not now.refused and not now.faults
+    # A member without a page may live in another container, as others do of which pages are here.
+    is_all_seen = not now.refused and not now.faults and not any(each.is_foreign for each in seen)
     return Evidence(processes, rings, _ended(processes) if is_all_seen else {}, tuple(unseen))
 
 
@@ -176,6 +177,8 @@ def _is_wait(lane: Lane, begun_ns: int | None, now_ns: int, waiting_s: float) ->
 
 
 def _state(seen: Seen) -> ProcessState:
+    if seen.is_hidden:
+        return "unknown"
     if seen.process is None or seen.has_ended:
         return "dead"
     return "stopped" if seen.process.is_stopped else "alive"

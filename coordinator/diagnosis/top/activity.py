@@ -23,8 +23,8 @@ class Activity(NamedTuple):
     """What a process does outside of calls.
 
     Attributes:
-        state: "dead", "stopped", "loading", "running", "waiting" (for room in a queue), "idle" (for a message),
-            "blocked" (in the kernel, where no signal reaches it) or "sleeping".
+        state: "dead", "unknown", "stopped", "loading", "running", "waiting" (for room in a queue), "idle" (for a
+            message), "blocked" (in the kernel, where no signal reaches it) or "sleeping".
         note: More of it, for people.
     """
 
@@ -43,7 +43,7 @@ def activity_of(before: Process | None, seen: Seen, passed_s: float, rings: Iter
     """
     process = seen.process
     if process is None:
-        return Activity("dead", "")
+        return Activity("unknown" if seen.is_hidden else "dead", "")
     if process.is_stopped:
         return Activity("stopped", "by a debugger" if process.state == "t" else "until SIGCONT")
     share = read = None

@@ -19,6 +19,7 @@ _STYLES: Final = {
     "dead": "bold red",
     "broken": "bold red",
     "stopped": "bold yellow",
+    "unknown": "yellow",
     "torn": "bold red",
     "waiting": "cyan",
     "computing": "green",

@@ -29,8 +29,8 @@ class Row(msgspec.Struct, frozen=True):
         plane: Such as "device"; empty if the rank has made no call in the group.
         rank: Global rank; None if it is not known.
         pid: Of its process, as this one sees it, or else as it sees itself.
-        state: "dead", "stopped", "broken", "torn", "forming", "waiting", "computing", "elsewhere" (in a call of
-            another group or plane), or what the process does outside of calls; see `Activity`.
+        state: "dead", "unknown", "stopped", "broken", "torn", "forming", "waiting", "computing", "elsewhere" (in a
+            call of another group or plane), or what the process does outside of calls; see `Activity`.
         call: The call in which it is, such as "all_reduce #118"; empty if it is in none.
         since_s: Seconds for which it has been in the call, in that of another group or plane, or in no call; None if
             that is not known.
@@ -249,6 +249,8 @@ class _Maker:
         torn = "a record was left half written" if is_torn else ""
         if self._seen.has_ended:
             return "dead", torn or _kept_by(self._seen)
+        if self._seen.is_hidden:
+            return "unknown", torn or "its process is not seen from here"
         if self._seen.process is not None and self._seen.process.is_stopped:
             return "stopped", self._activity.note
         if group is not None and group.state == "broken":

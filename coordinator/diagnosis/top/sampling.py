@@ -42,11 +42,12 @@ class Seen(msgspec.Struct, frozen=True):
     Attributes:
         page: What it says, with as many of the newest calls as `Sampler` was asked for.
         pid: Its process as this one sees it; None if that has ended or is not seen here.
-        process: What the kernel says of that; None if it has ended.
+        process: What the kernel says of that; None if it has ended or is not seen here.
         holders: Processes with a page of their own that have this one.
         job: Number of the job, from 0; pages of one job share memory.
         shift_ns: What turns a time of the page into one of this process, if they live in two time namespaces.
         lateness: Who came last to its newest calls; see `decode_lateness`.
+        is_foreign: Whether it may live though this process does not see it; see `pages.is_foreign`.
     """
 
     page: Page
@@ -56,11 +57,17 @@ class Seen(msgspec.Struct, frozen=True):
     job: int
     shift_ns: int
     lateness: Lateness = {}
+    is_foreign: bool = False
+
+    @property
+    def is_hidden(self) -> bool:
+        """Return whether nobody here can tell if its process lives."""
+        return self.pid is None and self.is_foreign
 
     @property
     def has_ended(self) -> bool:
-        """Return whether its process has ended."""
-        return self.process is None or self.process.has_ended
+        """Return whether its process has ended; not if that is not known."""
+        return not self.is_hidden and (self.process is None or self.process.has_ended)
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -176,17 +183,18 @@ class Sampler:
             process = look_at(kept.pid) if kept.pid is not None else None
             if process is not None and process.start_ticks != page.start_ticks:
                 process = None  # another one has the number now
+            shift_ns, is_foreign = pages.shift_of(page), pages.is_foreign(page)
             seen.append(
-                Seen(page, kept.pid, process, kept.keepers, jobs[place], pages.shift_of(page), lateness)
+                Seen(page, kept.pid, process, kept.keepers, jobs[place], shift_ns, lateness, is_foreign)
             )
-            self._forget(place, kept, seen[-1].has_ended)
+            self._forget(place, kept, seen[-1].has_ended or seen[-1].is_hidden)
         seen.sort(key=lambda each: (each.job, each.page.rank is None, each.page.rank or 0, each.page.pid))
         rings = read_rings((each.page, None if each.has_ended else each.pid) for each in seen)
         return Sample(now_ns, tuple(seen), rings, tuple(sorted(self._refused)), faults)
 
-    def _forget(self, place: Place, kept: _Kept, has_ended: bool) -> None:
+    def _forget(self, place: Place, kept: _Kept, may_have_ended: bool) -> None:
         """Let a page go that this process alone has kept for long enough."""
-        if not has_ended:
+        if not may_have_ended:
             kept.ended_s = None
             return
         if kept.ended_s is None:

@@ -115,7 +115,7 @@ def _rank_cells(row: Row) -> tuple[str, ...]:
 
 def _doing(row: Row) -> str:
     """Return for which ranks the row's call waits, or what the row's process does."""
-    if not row.call or row.state in ("dead", "broken", "torn"):
+    if not row.call or row.state in ("dead", "unknown", "broken", "torn"):
         return row.note
     waits_for = row.waits_for
     if waits_for is None:

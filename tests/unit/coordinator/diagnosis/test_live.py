@@ -138,6 +138,21 @@ def test_the_states_of_processes_come_from_the_kernel() -> None:
     assert [process.state for process in evidence.processes] == ["stopped", "dead", "dead", "alive"]
 
 
+@pytest.mark.guarantee("W2")
+def test_a_process_in_another_container_is_neither_alive_nor_dead() -> None:
+    """Its page is kept by a rank here. A third rank, of which no page is here, may live in one more container."""
+    pages = [
+        msgspec.structs.replace(
+            seen(each.page(), None if each.rank else 100, [100]), is_foreign=each.rank > 0
+        )
+        for each in ranks(3)[:2]
+    ]
+    evidence = evidence_of(look(pages), look(pages), pages, 1.0)
+    assert [process.state for process in evidence.processes] == ["alive", "unknown"]
+    assert evidence.ended == {}
+    assert judge(evidence).findings == ()
+
+
 def test_who_is_stopped_in_one_look_alone_is_not_stopped() -> None:
     """A debugger or a profiler has stopped it for a moment."""
     page = ranks(1)[0].page()

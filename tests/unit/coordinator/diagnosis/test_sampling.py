@@ -16,9 +16,29 @@ from coordinator.diagnosis.pages import find_pages
 from coordinator.diagnosis.processes import look_at
 from coordinator.diagnosis.top import sampling
 from coordinator.diagnosis.top.sampling import SEARCH_S, SEARCH_SHARE, Sampler, Seen
+from shm_broadcast.liveness import this_process
 from shm_broadcast.status.layout import NAME
+from tests.fake_pages import FakeRank
 
 GOOD = "from shm_broadcast.status.shown_calls import ShownCalls; ShownCalls('kept:0', 0, [0])"
+# A process with a group, and one in another PID namespace that holds its page, beside which a third one looks.
+LOOK = """
+from coordinator.diagnosis.blame.live import look_at_jobs
+from coordinator.diagnosis.top.rows import rows_of
+from coordinator.diagnosis.top.sampling import Sampler
+(evidence,) = look_at_jobs((), 1.0)
+(row,) = rows_of(None, Sampler().sample())
+print(evidence.processes[0].page.groups[0].name, evidence.processes[0].state, row.state)
+"""
+HOLD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LOOK!r}], check=True)"
+APART = f"""
+import os, subprocess, sys
+from shm_broadcast.status.page import own_page
+from shm_broadcast.status.shown_calls import ShownCalls
+shown = ShownCalls('far:0', 0, [0, 1])
+apart = ["unshare", "--pid", "--fork", "--mount-proc", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+subprocess.run([*apart, sys.executable, "-c", {HOLD!r}], pass_fds=[own_page().segment.descriptor], check=True)
+"""
 # What a process may hold under the name of a page: too short, not sealed, sealed and without sense.
 BAD = """
 import fcntl, os
@@ -152,6 +172,29 @@ def test_a_process_with_the_number_of_one_that_has_ended_is_another_one(
 
         monkeypatch.setattr(sampling, "look_at", later)
         assert [seen.has_ended for seen in of(sampler, process.pid)] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("L2")
+def test_a_process_in_another_pid_namespace_is_unknown() -> None:
+    """It lives, and a process in the container keeps its page: there is no process with that number in there."""
+    looked = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, check=True)
+    assert looked.stdout == "far:0 unknown unknown\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "page", "clock", "foreign"),
+    [(5, 5, 9, False), (5, 6, 9, True), (0xEFFFFFFC, 6, 9, False), (0xEFFFFFFC, 6, 8, True), (5, 5, 8, True)],
+)
+def test_what_is_not_seen_may_live_unless_all_is_seen(
+    own: int, page: int, clock: int, foreign: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first PID namespace sees all processes; in another time namespace their starts count by another clock."""
+    here = msgspec.structs.replace(this_process(), pid_namespace=own)
+    monkeypatch.setattr(pages, "this_process", lambda: here)
+    monkeypatch.setattr(pages, "time_namespace", lambda: 9)
+    shown = msgspec.structs.replace(FakeRank(0, 1).page(), pid_namespace=page, time_namespace=clock)
+    assert pages.is_foreign(shown) is foreign
 
 
 def test_a_closed_sampler_holds_nothing() -> None:

@@ -142,6 +142,12 @@ def mistakes() -> Any:
     found["own"] = outcome(
         lambda: watch([actor.raise_own.remote() for actor in actors], meeting, timeout_s=60, grace_s=0.5)
     )
+    ray.get([actor.leave.remote() for actor in actors if actor is not actors[2]])
+    found["one stays"] = outcome(lambda: meet(actors, seats, SETTINGS))
+    ray.get([actors[2].leave.remote(), actors[3].raise_in_join.remote()])
+    found["one raises"] = outcome(lambda: meet(actors, seats, SETTINGS))
+    meeting = meet(actors, seats, SETTINGS)
+    found["all join"] = watch([actor.use.remote() for actor in actors], meeting, timeout_s=60)
     for actor in actors:
         ray.kill(actor)
     seats, actors = seated()

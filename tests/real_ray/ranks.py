@@ -23,19 +23,26 @@ class Rank(RankActor):
 
     def __init__(self) -> None:
         self.dies_at: float | None = None
+        self.raises = False
         self.kept: Ticket | None = None
 
     def join(
         self, ticket: Ticket, settings: CoordinatorSettings | None = None, backend: str | None = None
     ) -> None:
-        """Join; keep the ticket, or die on the way if that was asked for."""
+        """Join; keep the ticket, or die or raise on the way if that was asked for."""
         self.kept = ticket
         if self.dies_at == 0.0:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.raises:
+            self.raises = False
+            raise KeyError("no such weight")
         super().join(ticket, settings, backend)
 
     def die_in_join(self) -> None:
         self.dies_at = 0.0
+
+    def raise_in_join(self) -> None:
+        self.raises = True
 
     def ticket(self) -> Ticket | None:
         return self.kept

@@ -120,6 +120,12 @@ def test_what_keeps_a_world_from_forming_is_named(cluster: Cluster) -> None:
     assert re.match(r"the actor of rank [02] is on node \w+, and its seat is bundle", found["moved"]["text"])
     assert "ports must be the first and the last one" in found["strange port"]["text"]
     assert "no such weight" in found["own"]["text"]
+    assert found["one stays"]["kind"] == "UsageError"
+    assert "is in a world already" in found["one stays"]["text"]
+    assert "no such weight" in found["one raises"]["text"]
+    for name in ("one stays", "one raises"):
+        assert found[name]["took_s"] < 30, "the others do not wait for the deadline of 100 s"
+    assert [each["sum"] for each in found["all join"]] == [10] * 4
     assert found["death"]["kind"] == "PeerLostError"
     assert found["death"]["peers"] == [3]
     assert found["death"]["took_s"] < 30, "the others do not wait for the deadline of 100 s"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import torch.distributed as dist
 
 from coordinator.integrations.ray.library import import_ray
 from coordinator.integrations.ray.seats import Seat
@@ -46,6 +49,11 @@ class RankActor:
             raise UsageError(
                 f"the actor of rank {seat.rank} is on node {node_id}, and its seat is bundle {seat.bundle} on node "
                 f"{seat.node_id} ({seat.address}): start it with scheduling_strategy=seat.strategy(placement_group)"
+            )
+        if dist.is_initialized():
+            # It would fail in `join`, where the others wait for it.
+            raise UsageError(
+                f"the actor of rank {seat.rank} (pid {os.getpid()}) is in a world already: let all actors leave first"
             )
         self._withdraw()
         self._offer = offer(seat.address, ports) if seat.rank == 0 else offer()

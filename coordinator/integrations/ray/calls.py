@@ -80,6 +80,7 @@ def collect(
     timeout_s: float | None,
     grace_s: float,
     on_death: Callable[[int, str], None],
+    on_error: Callable[[int, str], None] | None = None,
 ) -> list[Any]:
     """Return the result of each rank's call.
 
@@ -90,6 +91,8 @@ def collect(
         timeout_s: Deadline in seconds; None waits without one.
         grace_s: How long the other calls may take to end after a death or an error of which the cause is not known.
         on_death: Called with each rank whose actor has died, and what Ray says.
+        on_error: Called with the first rank that has raised an error of its own, and its text, so that the caller can
+            end the other calls, which are waited for. None if the others need not end: such an error ends the wait.
 
     Raises:
         PeerLostError: Actors have died; `.peers` names them, and notes hold the errors of the others.
@@ -101,7 +104,7 @@ def collect(
     state, pending = _Calls(where, seats), {call: rank for rank, call in enumerate(calls)}
     end = None if timeout_s is None else time.monotonic() + timeout_s
     has_failed = False
-    while pending and not state.is_explained:
+    while pending and not (state.is_explained and on_error is None):
         left_s = None if end is None else end - time.monotonic()
         ready, _ = ray.wait(list(pending), timeout=None if left_s is None else max(left_s, 0.0))
         if not ready:
@@ -116,7 +119,10 @@ def collect(
                     state.deaths[rank] = error
                     on_death(rank, f"Ray has lost its actor on node {seats[rank].address}: {_brief(error)}")
                 else:
+                    was_explained, cause = state.is_explained, _cause(error)
                     state.errors[rank] = error
+                    if on_error is not None and state.is_explained and not was_explained:
+                        on_error(rank, f"{type(cause).__name__}: {_brief(cause)}")
         if not has_failed and (state.errors or state.deaths):
             has_failed = True
             end = min(end or float("inf"), time.monotonic() + grace_s)

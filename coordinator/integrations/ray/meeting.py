@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from coordinator.integrations.ray.calls import collect
+from coordinator.integrations.ray.library import import_ray
 from coordinator.integrations.ray.seats import Seat
 from coordinator.meeting import make_tickets
 from coordinator.settings import CoordinatorSettings
@@ -32,9 +33,12 @@ class Meeting:
 
     def report_loss(self, rank: int, how: str) -> None:
         """Tell all actors but that of `rank` that it is lost. Does not wait; one that is dead too is not told."""
-        for other, actor in enumerate(self.actors):
-            if other != rank:
-                actor.hear_of_loss.remote(rank, how)
+        self._tell(rank, how)
+
+    def _tell(self, rank: int, how: str) -> list[Any]:
+        """Do what `report_loss` does, and return Ray's object refs of the calls."""
+        others = [actor for other, actor in enumerate(self.actors) if other != rank]
+        return [actor.hear_of_loss.remote(rank, how) for actor in others]
 
 
 def meet(
@@ -61,7 +65,8 @@ def meet(
     Raises:
         UsageError: There are not as many actors as seats, an actor was not made by `rank_actor`, sits elsewhere, or is
             in a world; or rank 0 cannot listen.
-        PeerLostError: Actors have died meanwhile; `.peers` names them. The others have given up too.
+        PeerLostError: Actors have died meanwhile; `.peers` names them. The others have given up too, as they do behind
+            an error of one actor of its own, which arrives as it was.
         CommTimeoutError: Actors were not started or did not join in time; `.missing` names them.
         CommError: Another error of `init_distributed_environment`.
         CapabilityError: Ray is not installed.
@@ -87,6 +92,20 @@ def meet(
     calls = [
         actor.join.remote(ticket, settings, backend) for actor, ticket in zip(actors, tickets, strict=True)
     ]
-    # The actors have the same deadline, and know better who is missing.
-    collect(calls, seats, "meet, joining", timeout_s + _GRACE_S, _GRACE_S, meeting.report_loss)
+    told = list[Any]()
+
+    def tell(rank: int, how: str) -> None:
+        told.extend(meeting._tell(rank, how))  # noqa: SLF001 - ours
+
+    def tell_of_error(rank: int, how: str) -> None:
+        # Its process lives and will not come, so that the others would wait for it until their deadline.
+        tell(rank, f"it could not join: {how}")
+
+    try:
+        # The actors have the same deadline, and know better who is missing.
+        collect(calls, seats, "meet, joining", timeout_s + _GRACE_S, _GRACE_S, tell, tell_of_error)
+    finally:
+        if told:
+            # What an actor hears later it would take for a loss of the next meeting.
+            import_ray().wait(told, num_returns=len(told), timeout=_GRACE_S)
     return meeting

@@ -7,11 +7,14 @@ import types
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from coordinator.integrations.ray import Meeting, RankActor, Seat, meet, rank_actor, watch
+from coordinator.integrations.ray import Meeting, RankActor, Seat, actor, meet, meeting, rank_actor, watch
 from coordinator.integrations.ray import calls as module
 from coordinator.integrations.ray.calls import collect
 from coordinator.integrations.ray.library import import_ray
+from coordinator.meeting import Offer, Ticket
+from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, PeerLostError, UsageError
 
 
@@ -129,6 +132,69 @@ def test_the_cause_counts_before_its_consequences(monkeypatch: pytest.MonkeyPatc
     assert error.__notes__[0] == "test: raised by rank 2 on node 10.0.0.2"
     assert error.__notes__[1].startswith("rank 0: PeerLostError")
     assert told == []
+
+
+class Actors:
+    """Ray and three actors, of which rank 1 raises in `join`; the others wait there until they hear of a loss."""
+
+    def __init__(self) -> None:
+        self.exceptions = Ray({}).exceptions
+        self.outcomes: dict[tuple[str, int], Any] = {}
+        self.heard: list[tuple[int, int, str]] = []
+        self.handles = [types.SimpleNamespace(**self._methods(rank)) for rank in range(3)]
+
+    def _methods(self, rank: int) -> dict[str, Any]:
+        def offer(seat: Seat, ports: object) -> tuple[str, int]:
+            port = 0 if seat.rank else 4000
+            self.outcomes["offer", rank] = Offer(token=f"{rank:032x}", pid=7, host="127.0.0.1", port=port)
+            return "offer", rank
+
+        def join(ticket: Ticket, settings: object, backend: object) -> tuple[str, int]:
+            if ticket.rank == 1:
+                self.outcomes["join", rank] = RayTaskError(ValueError("no such weight"))
+            return "join", rank
+
+        def hear_of_loss(lost: int, how: str) -> tuple[str, int]:
+            self.heard.append((rank, lost, how))
+            self.outcomes["join", rank] = RayTaskError(PeerLostError("lost rank 1", peers=(1,)))
+            self.outcomes["hear", rank] = None
+            return "hear", rank
+
+        return {each.__name__: types.SimpleNamespace(remote=each) for each in (offer, join, hear_of_loss)}
+
+    def wait(self, calls: list[Any], num_returns: int = 1, timeout: float | None = None) -> Any:
+        ready = [call for call in calls if call in self.outcomes]
+        return ready[:num_returns], [call for call in calls if call not in ready[:num_returns]]
+
+    def get(self, call: tuple[str, int]) -> Any:
+        outcome = self.outcomes[call]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+@pytest.mark.guarantee("M7")
+def test_the_others_hear_of_an_actor_that_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for it until their deadline. The driver gets its error, once they have given up too."""
+    actors = Actors()
+    for place in (module, meeting):
+        monkeypatch.setattr(place, "import_ray", lambda: actors)
+    with pytest.raises(RayTaskError, match="no such weight") as caught:
+        meet(actors.handles, SEATS, CoordinatorSettings.resolve({}))
+    how = "it could not join: RayTaskError: remote traceback of no such weight"
+    assert actors.heard == [(0, 1, how), (2, 1, how)]
+    assert [note.partition(":")[0] for note in caught.value.__notes__[1:]] == ["rank 0", "rank 2"]
+
+
+def test_an_actor_in_a_world_makes_no_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ticket would be refused when the others wait for it already."""
+    context = types.SimpleNamespace(get_node_id=lambda: "n")
+    monkeypatch.setattr(
+        actor, "import_ray", lambda: types.SimpleNamespace(get_runtime_context=lambda: context)
+    )
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(UsageError, match=r"rank 2 .* in a world already: let all actors leave first"):
+        RankActor().offer(SEATS[2])
 
 
 def test_an_error_of_the_application_is_raised_as_ray_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ class Driver(Protocol):
         """Unload a module; its functions become invalid."""
 
     def module_function(self, module: int, name: str) -> int:
-        """Return the function with this name."""
+        """Return the function with this name. Its first launch loads nothing, if the driver can load it before (12.4)."""
 
     def launch(
         self, function: int, grid_x: int, block_x: int, stream: int, arguments: PreparedLaunch

@@ -43,6 +43,9 @@ _CAPTURE_ACTIVE: Final = 1
 _DEPENDENT_MAJOR: Final = 9
 _DEPENDENT_DRIVER: Final = 12030
 
+# The first driver with cuFuncLoad.
+_LOADING_DRIVER: Final = 12040
+
 # Bounds the kept stream objects, for applications that keep creating streams. An engine uses a few.
 _MOST_STREAMS: Final = 256
 
@@ -384,6 +387,10 @@ class CudaDriver(MulticastCalls, StreamCalls, Driver):
 
     def module_function(self, module: int, name: str) -> int:
         function = self._in_context("cuModuleGetFunction", self._api.CUmodule(module), name.encode())
+        # The driver loads a kernel when it is launched first, unless told to, and may then wait for all kernels of the
+        # context: one that waits for a peer would have to end before this one begins (lazy loading, CUDA's guide).
+        if self.driver_version() >= _LOADING_DRIVER:
+            self._in_context("cuFuncLoad", function)
         self._functions[int(function)] = function
         self._functions_of.setdefault(module, []).append(int(function))
         return int(function)

@@ -101,6 +101,7 @@ int cuMulticastUnbind(u64 handle, int device, size_t offset, size_t bytes) { CAL
 int cuModuleLoadData(void **module, const void *image) { CALL("cuModuleLoadData", " %.5s", (const char *)image); *module = (void *)500; return 0; }
 int cuModuleUnload(void *module) { CALL("cuModuleUnload", " %p", module); return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) { CALL("cuModuleGetFunction", " %p %s", module, name); *function = (void *)600; return 0; }
+int cuFuncLoad(void *function) { CALL("cuFuncLoad", " %p", function); return 0; }
 int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream, void **arguments, void **extra) {
     CALL("cuLaunchKernel", " %p %u %u %u %u %u %u %u %p %llu %u %p depth %d", function, gx, gy, gz, bx, by, bz, shared, stream, *(u64 *)arguments[0], *(unsigned *)arguments[1], (void *)extra, depth);
     return 0;

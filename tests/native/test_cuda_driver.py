@@ -179,6 +179,7 @@ def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any
         "cuMemRelease 79",
         "cuModuleLoadData cubin",
         "cuModuleGetFunction 0x1f4 push",
+        "cuFuncLoad 0x258",
         f"cuLaunchKernel 0x258 32 1 1 256 1 1 0 0x2bc {1 << 40} 7 (nil) depth 0",
         f"cuLaunchKernel 0x258 33 1 1 256 1 1 0 (nil) {1 << 40} 8 (nil) depth 0",
         f"cuLaunchKernelEx 0x258 34 1 1 128 1 1 0 0x2bc {1 << 40} 8 (nil)",

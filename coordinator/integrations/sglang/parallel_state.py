@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -88,14 +88,21 @@ class _State:
         owned: All groups in order of creation, each once.
         custom: Groups behind `create_custom_parallel_group`.
         vllm: vLLM's own getters, as long as ours are in their place.
-        patched: Dimensions that a context manager has replaced.
+        replaced: What a block has put in the place of groups, by the first of their dimensions; None hides a group.
     """
 
     groups: dict[str, SglangGroupCoordinator] = dataclasses.field(default_factory=dict)
     owned: list[SglangGroupCoordinator] = dataclasses.field(default_factory=list)
     custom: list[SglangGroupCoordinator] = dataclasses.field(default_factory=list)
     vllm: dict[str, Any] = dataclasses.field(default_factory=dict)
-    patched: set[str] = dataclasses.field(default_factory=set)
+    replaced: dict[str, Mapping[str, SglangGroupCoordinator | None]] = dataclasses.field(default_factory=dict)
+
+    def find(self, name: str) -> SglangGroupCoordinator | None:
+        """Return the group that is used for a dimension now, if there is one."""
+        for changes in list(self.replaced.values()):
+            if name in changes:
+                return changes[name]
+        return self.groups.get(name)
 
 
 _state: Final = _State()
@@ -261,11 +268,11 @@ def initialize_model_parallel(
             )
             _state.owned.append(group)
             _state.groups[name] = group
+        for name, same in widths.aliases().items():
+            _state.groups[name] = _state.groups[same]
     except BaseException:
         destroy_model_parallel()
         raise
-    for name, same in widths.aliases().items():
-        _state.groups[name] = _state.groups[same]
 
 
 def model_parallel_is_initialized() -> bool:
@@ -274,7 +281,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def _group(name: str) -> SglangGroupCoordinator:
-    group = _state.groups.get(name)
+    group = _state.find(name)
     if group is None:
         wanted = "init_distributed_environment" if name == "world" else "initialize_model_parallel"
         raise UsageError(
@@ -315,7 +322,7 @@ def get_dcp_group() -> SglangGroupCoordinator:
 
 def get_dcp_group_no_assert() -> SglangGroupCoordinator | None:
     """Return what `get_dcp_group` does, or None if there is no such group."""
-    return _state.groups.get("dcp")
+    return _state.find("dcp")
 
 
 def get_moe_dp_group() -> SglangGroupCoordinator:
@@ -468,31 +475,34 @@ def patch_tensor_parallel_group(tp_group: SglangGroupCoordinator, *, owns_attent
 
 
 @contextmanager
-def _replaced(changes: dict[str, Any]) -> Iterator[None]:
+def _replaced(changes: Mapping[str, SglangGroupCoordinator | None]) -> Iterator[None]:
     first = next(iter(changes))
-    if first in _state.patched:
+    if first in _state.replaced:
         raise UsageError(f"the group {first!r} is replaced already; leave that block first")
-    before = dict(_state.groups)
-    _state.patched.add(first)
-    _state.groups.update(changes)
+    # Set and taken back in one step each, so that an interrupt finds all of it or nothing. `destroy_model_parallel` may
+    # have taken it back before.
+    _state.replaced[first] = changes
     try:
         yield
     finally:
-        _state.patched.discard(first)
-        for name in changes:
-            if name in before:
-                _state.groups[name] = before[name]
-            else:
-                del _state.groups[name]
+        _state.replaced.pop(first, None)
 
 
 @contextmanager
 def graph_capture(stream: torch.Stream | None = None) -> Iterator[GraphCaptureContext]:
-    """Capture a CUDA graph in which every group may be used; on the CPU a no-op. Collective over all groups."""
-    names = ("tp", "pp", "dcp", "attn_tp", "shared_experts_tp", "moe_ep", "moe_tp")
-    found = [_state.groups[name] for name in names if _state.groups.get(name) is not None]
+    """Capture a CUDA graph in which every group may be used; on the CPU a no-op. Collective over all groups.
+
+    They are the world's, those that `initialize_model_parallel` has created, in the order of their creation, and those
+    that a block has put in their place.
+
+    Raises:
+        UsageError: There is no world group.
+    """
+    replacing = [group for changes in list(_state.replaced.values()) for group in changes.values()]
+    every = [get_world_group(), *_state.owned, *replacing]
+    found = dict.fromkeys(group for group in every if group is not None)
     with ExitStack() as stack:
-        first, *others = dict.fromkeys(found)
+        first, *others = found
         context = stack.enter_context(first.graph_capture(stream=stream))
         for group in others:
             stack.enter_context(group.graph_capture(context))
@@ -509,15 +519,23 @@ def create_custom_parallel_group(group_ranks: Sequence[int], backend: str = "glo
         backend: "gloo" for CPU tensors, or the backend of a device.
 
     Raises:
-        UsageError: A rank is not in its own group, or two ranks name groups that overlap and differ. Every rank raises
-            this, and nothing was created.
+        UsageError: A rank is not in its own group, or names a rank that names another group. Every rank raises this,
+            and nothing was created.
     """
     world = get_world_group()
-    own = sorted(set(group_ranks))
-    lists = sorted({tuple(each) for each in world.all_gather_object(own)})
-    placed = [rank for ranks in lists for rank in ranks]
-    if sorted(placed) != list(range(world.world_size)):
-        raise UsageError(f"the ranks name groups that are not apart or do not hold all ranks: {lists}")
+    named = world.all_gather_object(sorted(set(group_ranks)))
+    members = range(world.world_size)
+    wrong = [
+        rank
+        for rank, ranks in enumerate(named)
+        if rank not in ranks or any(each not in members or named[each] != ranks for each in ranks)
+    ]
+    if wrong:
+        raise UsageError(
+            "every rank must be in the group that it names, and its members must name the same one; this is not so for "
+            + ", ".join(f"rank {rank} with {named[rank]}" for rank in wrong)
+        )
+    lists = [ranks for rank, ranks in enumerate(named) if rank == ranks[0]]
     group = init_model_parallel_group(lists, world.local_rank, backend, group_name="custom")
     _state.custom.append(group)
     return group.cpu_group if backend == "gloo" else group.device_group
@@ -536,8 +554,9 @@ def monkey_patch_vllm_parallel_state(reverse: bool = False) -> None:
         for name, getter in _state.vllm.items():
             setattr(module, name, getter)
         _state.vllm.clear()
-    elif not _state.vllm:
-        _state.vllm.update({name: getattr(module, name) for name in _VLLM_GETTERS})
+    else:
+        if not _state.vllm:
+            _state.vllm.update({name: getattr(module, name) for name in _VLLM_GETTERS})
         for name in _VLLM_GETTERS:
             setattr(module, name, globals()[name])
 
@@ -551,15 +570,18 @@ def destroy_model_parallel() -> None:
     destroy_together(_leaving())
     _state.owned.clear()
     _state.custom.clear()
-    world = _state.groups.get("world")
-    _state.groups.clear()
-    if world is not None:
-        _state.groups["world"] = world
+    _state.replaced.clear()
+    for name in _state.groups.keys() - {"world"}:
+        _state.groups.pop(name, None)
 
 
 def destroy_distributed_environment() -> None:
-    """Destroy all groups, and torch.distributed if `init_distributed_environment` opened it. Idempotent."""
-    world = _state.groups.pop("world", None)
+    """Destroy all groups, and torch.distributed if `init_distributed_environment` opened it. Idempotent.
+
+    Another call does the rest of one that was interrupted.
+    """
+    world = _state.groups.get("world")
     destroy_together(_leaving() if world is None else [*_leaving(), world])
     destroy_model_parallel()
+    _state.groups.pop("world", None)
     ours.destroy_distributed_environment()

@@ -49,6 +49,16 @@ def test_our_getters_take_the_place_of_vllms(vllm: Any) -> None:
         assert vllm.get_dp_group() == "get_dp_group"
 
 
+def test_another_call_replaces_what_an_interrupt_has_left(vllm: Any) -> None:
+    """Whether that came behind the first getter or before it."""
+    state.monkey_patch_vllm_parallel_state()
+    vllm.get_world_group = named("get_world_group")
+    state.monkey_patch_vllm_parallel_state()
+    assert vllm.get_world_group is state.get_world_group
+    state.monkey_patch_vllm_parallel_state(reverse=True)
+    assert answers(vllm) == list(GETTERS)
+
+
 def test_reverse_puts_vllms_getters_back(vllm: Any) -> None:
     """After two patches one reverse restores vLLM's own, which a later patch replaces again."""
     state.monkey_patch_vllm_parallel_state()

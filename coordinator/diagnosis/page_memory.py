@@ -18,7 +18,7 @@ from shm_broadcast.segment import is_sealed
 from shm_broadcast.status.layout import PAGE_BYTES, TABLES
 from shm_broadcast.status.record_file import is_page
 
-__all__ = ["PageMemory"]
+__all__ = ["PageMemory", "copy_of_file"]
 
 # As the native core: a process that is killed while it writes a record leaves it torn for ever.
 _TRIES: Final = 1000
@@ -56,7 +56,7 @@ class PageMemory:
         Raises:
             DecodeError: The file was made shorter meanwhile, or cannot be read any more.
         """
-        return _core.status_copy(self._memory) if self._memory is not None else _copy_of(self._descriptor)
+        return _core.status_copy(self._memory) if self._memory is not None else copy_of_file(self._descriptor)
 
     def close(self) -> None:
         """Let the page go. Idempotent."""
@@ -131,10 +131,13 @@ def _part(table: str, pieces: int = 1) -> _Part:
 _PARTS: Final = (_part("groups"), _part("queues"), _part("lanes", 2), _part("counters"), _part("records"))
 
 
-def _copy_of(descriptor: int) -> bytes:
-    """Return what `_core.status_copy` does, of a file.
+def copy_of_file(descriptor: int) -> bytes:
+    """Return what `_core.status_copy` does, of a file of `PAGE_BYTES`.
 
     A record in the second of three copies is whole if its number is the same in the first and the third.
+
+    Raises:
+        DecodeError: The file was made shorter meanwhile, or cannot be read.
     """
     before, words, after = (_read(descriptor, PAGE_BYTES, 0) for _ in range(3))
     copy = bytearray(words)

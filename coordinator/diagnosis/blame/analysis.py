@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from coordinator.diagnosis.blame.deaths import deaths
 from coordinator.diagnosis.blame.divergence import first_divergence
 from coordinator.diagnosis.blame.evidence import Evidence, Failure
@@ -25,7 +27,19 @@ _MOST_RANKS: Final = 1 << 16
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Return who is at fault, and what was not seen."""
+    """Return who is at fault, and what was not seen.
+
+    If processes went on after a failure, that one counts only where nothing tells of a later one.
+    """
+    verdict = _judge(evidence)
+    if evidence.earlier is not None and all(found.rule == "straggler" for found in verdict.findings):
+        earlier = _judge(evidence.earlier)
+        if earlier.findings:
+            return msgspec.structs.replace(earlier, seen=f"{earlier.seen}; some went on after this failure")
+    return verdict
+
+
+def _judge(evidence: Evidence) -> Verdict:
     job = Job(evidence)
     graph = WaitGraph(job)
     causes, others = deaths(job, graph)

@@ -71,9 +71,11 @@ class Evidence(msgspec.Struct, frozen=True):
         rings: The queues whose positions are known.
         ended: Ranks of which nothing is left though others share memory with them, and how that is known.
         unseen: Sentences on what was not seen.
+        earlier: The same with the dumps of processes that have gone on after the failure; None if none has.
     """
 
     processes: tuple[Process, ...]
     rings: tuple[Ring, ...] = ()
     ended: Mapping[int, str] = {}
     unseen: tuple[str, ...] = ()
+    earlier: Evidence | None = None

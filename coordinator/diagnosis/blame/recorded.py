@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -15,9 +15,9 @@ from coordinator.diagnosis.blame.evidence import Evidence, Failure, Process, Pro
 from coordinator.diagnosis.blame.recorded_waits import ring_of, with_wait
 from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.model import Page
+from coordinator.diagnosis.page_memory import copy_of_file
 from coordinator.diagnosis.processes import look_at
 from coordinator.diagnosis.queues import Ring
-from shm_broadcast import _core
 from shm_broadcast.errors import DecodeError, UsageError
 from shm_broadcast.liveness import this_process
 from shm_broadcast.status.failure_dump import DUMP_VERSION, MOST_BYTES, FailureDump, QueueDump
@@ -60,39 +60,88 @@ def run_folders(directories: Sequence[Path]) -> list[Path]:
     return found
 
 
+class _Recorded(NamedTuple):
+    """What a process has recorded: its page, and the words of its queues if that page is in a dump."""
+
+    process: Process
+    queues: list[QueueDump]
+
+
 def read_run(folders: Iterable[Path]) -> Evidence:
-    """Return what the processes of a run have recorded; of each the last dump, or else its page.
+    """Return what the processes of a run have recorded: of each the last dump, or its page if it has none.
+
+    If a process has gone on after its last dump, its page counts, and the dump is in what was `earlier`.
 
     Raises:
         UsageError: Nothing of it can be read.
     """
-    processes: list[Process] = []
-    rings: list[tuple[str, list[QueueDump], Page]] = []
+    found: list[_Recorded] = []
+    earlier: list[_Recorded] = []
     waits: list[FailureDump] = []
     unseen: list[str] = []
     for folder in folders:
         for files in _by_process(folder):
-            for path in files:
-                try:
-                    dump = _dump_in(path)
-                    if dump is not None and dump.queue:
-                        waits.append(dump)
-                        continue
-                    process = _page_in(path) if dump is None else _process_of(dump)
-                except (DecodeError, OSError) as error:
-                    unseen.append(f"{path.name}: {error}")
-                    continue
-                rings.append((process.page.boot_id, [] if dump is None else dump.queues, process.page))
-                processes.append(process)
-                break
-    if not processes:
+            dump, page = _of_process(files, waits, unseen)
+            last = (
+                page if dump is None or (page is not None and _went_on(dump.process, page.process)) else dump
+            )
+            if last is not None:
+                found.append(last)
+                earlier.append(dump or last)
+    if not found:
         raise UsageError("nothing of the run can be read" + "".join(f"; {line}" for line in unseen))
-    processes.sort(key=lambda each: (each.page.rank is None, each.page.rank or 0, each.page.pid))
-    found = list(_rings(rings, processes))
+    evidence = _evidence(found, waits, unseen)
+    if earlier == found:
+        return evidence
+    return msgspec.structs.replace(evidence, earlier=_evidence(earlier, waits, unseen))
+
+
+def _of_process(
+    files: Iterable[Path], waits: list[FailureDump], unseen: list[str]
+) -> tuple[_Recorded | None, _Recorded | None]:
+    """Return the last dump and the page of a process; add its wait for a queue to `waits`, and faults to `unseen`."""
+    last = None
+    for path in files:
+        try:
+            if path.name.endswith(PAGE_SUFFIX):
+                return last, _Recorded(_page_in(path), [])
+            dump = decode_dump(_bytes(path, MOST_BYTES)) if last is None else None
+            if dump is not None and dump.queue:
+                waits.append(dump)
+            elif dump is not None:
+                last = _Recorded(_process_of(dump), dump.queues)
+        except (DecodeError, OSError) as error:
+            unseen.append(f"{path.name}: {error}")
+    return last, None
+
+
+def _went_on(dumped: Process, now: Process) -> bool:
+    """Return whether a process has made groups after its dump that it has not left, or calls in groups that work.
+
+    A group that broke beside the one of the dump belongs to that failure. One that was left tells of none.
+    """
+    since_ns = dumped.now_ns
+    return any(
+        group.state != "left"
+        and (
+            group.created_ns > since_ns
+            or (group.state != "broken" and any(lane.begin_ns > since_ns for lane in group.lanes))
+        )
+        for group in now.page.groups
+        if not group.is_torn
+    )
+
+
+def _evidence(found: Sequence[_Recorded], waits: Iterable[FailureDump], unseen: Iterable[str]) -> Evidence:
+    processes = sorted(
+        (each.process for each in found),
+        key=lambda each: (each.page.rank is None, each.page.rank or 0, each.page.pid),
+    )
+    rings = list(_rings(((each.process.page, each.queues) for each in found), processes))
     for dump in waits:
         ring, processes = with_wait(dump, processes)
-        found += [] if ring is None else [ring]
-    return Evidence(tuple(processes), tuple(found), {}, tuple(unseen))
+        rings += [] if ring is None else [ring]
+    return Evidence(tuple(processes), tuple(rings), {}, tuple(unseen))
 
 
 def _by_process(folder: Path) -> list[list[Path]]:
@@ -108,22 +157,27 @@ def _by_process(folder: Path) -> list[list[Path]]:
     return [[path for _, path in sorted(files, reverse=True)] for _, files in sorted(found.items())]
 
 
-def _dump_in(path: Path) -> FailureDump | None:
-    """Return the dump in a file; None if it is the file of a page."""
-    return decode_dump(_bytes(path, MOST_BYTES)) if path.name.endswith(DUMP_SUFFIX) else None
-
-
 def _page_in(path: Path) -> Process:
-    data = _bytes(path, PAGE_BYTES)
-    page = decode_page(_core.status_copy(data) if len(data) == PAGE_BYTES else data)
+    """Return the process whose page is in a file; it may live and write."""
+    descriptor = _opened(path)
+    try:
+        nbytes = os.fstat(descriptor).st_size
+        if nbytes != PAGE_BYTES:
+            raise DecodeError(f"a status page has {PAGE_BYTES} bytes, this has {nbytes}")
+        page = decode_page(copy_of_file(descriptor))
+    finally:
+        os.close(descriptor)
     state = _state_now(page)
     return Process(page, "file", state, 0 if state == "unknown" else time.monotonic_ns())
 
 
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def _bytes(path: Path, most: int) -> bytes:
     """Return the content of a regular file of up to `most` bytes."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
+    with os.fdopen(_opened(path), "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise DecodeError(f"it has more than {most} bytes")
@@ -192,12 +246,12 @@ def _state_now(page: Page) -> ProcessState:
     return "stopped" if process.is_stopped else "alive"
 
 
-def _rings(seen: Iterable[tuple[str, list[QueueDump], Page]], processes: Sequence[Process]) -> Iterable[Ring]:
+def _rings(seen: Iterable[tuple[Page, list[QueueDump]]], processes: Sequence[Process]) -> Iterable[Ring]:
     """Return the queues that dumps hold, each once, with the processes at their ends."""
     done: set[tuple[str, int, int]] = set()
-    for boot_id, queues, page in seen:
+    for page, queues in seen:
         for queue in queues:
-            key = boot_id, queue.inode, queue.offset
+            key = page.boot_id, queue.inode, queue.offset
             name = next(
                 (end.name for end in page.queues if (end.inode, end.offset) == (queue.inode, queue.offset)),
                 "",

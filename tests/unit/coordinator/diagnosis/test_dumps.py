@@ -105,7 +105,10 @@ def test_the_last_dump_of_a_process_counts(ranks: list[Rank], folder: Path) -> N
     (broken,) = folder.glob(f"rank-0-*-2{DUMP_SUFFIX}")
     broken.write_bytes(b"torn")
     evidence = read_run([folder])
-    assert [failure.group for failure in evidence.processes[0].failures] == ["tp:0"]
+    assert evidence.earlier is not None
+    assert [failure.group for failure in evidence.earlier.processes[0].failures] == ["tp:0"]
+    # The process has made another group since.
+    assert evidence.processes[0].source == "file"
     assert evidence.unseen[0].startswith(f"{broken.name}: it is no dump")
 
 

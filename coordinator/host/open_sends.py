@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import Final
 
 from device_comm.handles import CompletedHandle, Handle
-from shm_broadcast.errors import CommError
+from shm_broadcast.errors import CapabilityError, CommError
+from shm_broadcast.interruption import raised_by_handler
 
 # When this many sends are open, the next one waits for the oldest: a receiver that is so far behind has stopped.
 MAX_OPEN_SENDS: Final = 256
@@ -25,17 +26,26 @@ class OpenSends:
         self._handles: deque[Handle] = deque()
 
     def keep(self, handle: Handle) -> None:
-        """Hold a handle, and the memory that it owns, until the send is complete."""
+        """Hold a handle, and the memory that it owns, until the send is complete.
+
+        Raises what an older send has found, if that has broken the group. If it only lacks a thread, its handle says
+        so, and this send, which is on its way, is not concerned.
+        """
         if isinstance(handle, CompletedHandle):
             return
         handles = self._handles
-        # Other threads and signal handlers keep handles, too: each drops only those that it has asked about.
-        while (oldest := self._oldest()) is not None and oldest.is_completed():
-            self._drop(oldest)
-        if len(handles) >= MAX_OPEN_SENDS and (oldest := self._oldest()) is not None:
-            oldest.wait()
-            self._drop(oldest)
-        handles.append(handle)
+        try:
+            # Other threads and signal handlers keep handles, too: each drops only those that it has asked about.
+            while (oldest := self._oldest()) is not None and oldest.is_completed():
+                self._drop(oldest)
+            if len(handles) >= MAX_OPEN_SENDS and (oldest := self._oldest()) is not None:
+                oldest.wait()
+                self._drop(oldest)
+        except CapabilityError as error:
+            if raised_by_handler(error):
+                raise
+        finally:
+            handles.append(handle)
 
     def _oldest(self) -> Handle | None:
         try:
@@ -67,6 +77,8 @@ def _is_open(send: Handle) -> bool:
     """Return whether a send may still complete; what ends one does not end those to other ranks."""
     try:
         return not send.is_completed()
+    except CapabilityError:  # it has no thread yet
+        return True
     except CommError:  # a connection is closed: its peer is gone
         return False
 

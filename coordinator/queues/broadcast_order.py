@@ -183,7 +183,8 @@ class BroadcastOrder:
                     return value
             except DecodeError as error:
                 if not raised_by_handler(error):
-                    self._settle(1, drops=src)
+                    # The message of this call may still come, from this rank or, if they named others, from another.
+                    self._settle(1, failed=number, drops=src)
                 raise
             if its < number and its <= self._failed:
                 self._settle(0, drops=src)

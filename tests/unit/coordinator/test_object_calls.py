@@ -3,14 +3,17 @@
 import threading
 import time
 from collections import UserList
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from coordinator.host.open_sends import OpenSends
+from coordinator.queues.broadcast_order import BroadcastOrder
 from coordinator.testing.fakes import FakeGroupCoordinator
 from device_comm.handles import Handle
-from shm_broadcast.errors import UsageError
+from shm_broadcast.errors import DecodeError, UsageError
 
 
 @pytest.mark.parametrize("src", [None, True, 0.0, "0", -1, 2])
@@ -29,6 +32,18 @@ def test_both_forms_of_a_call_take_the_same_sequences() -> None:
         assert [each.tolist() for each in later] == [each.tolist() for each in blocking]
         with pytest.raises(UsageError, match="tensor"):
             group.all_gatherv("text", 0, async_op=True)  # type: ignore[call-overload]
+
+
+@pytest.mark.guarantee("D67")
+@pytest.mark.parametrize("later", [1, 0])
+def test_the_message_of_a_broadcast_that_could_not_be_decoded_is_dropped(later: int) -> None:
+    """It comes behind the nonsense, or the source is another rank than was asked; the next call has its own object."""
+    health: Any = SimpleNamespace(where=lambda operation: f"{operation} on 'tp:0'", ranks=(0, 1, 2))
+    order = BroadcastOrder(health)
+    with pytest.raises(DecodeError, match="rank 1 sent no message"):
+        order.receive(1, lambda: "nonsense")
+    messages = iter([(1, False, "first"), (2, False, "second")])
+    assert order.receive(later, lambda: next(messages)) == "second"
 
 
 class SlowHandle(Handle):

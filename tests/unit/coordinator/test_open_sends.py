@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from coordinator.host.open_sends import MAX_OPEN_SENDS, OpenSends
-from shm_broadcast.errors import ClosedError
+from shm_broadcast.errors import CapabilityError, ClosedError, PeerLostError
 
 
 class Send:
@@ -30,6 +31,8 @@ class Send:
 
     def wait(self) -> None:
         """Become complete."""
+        if self.error is not None:
+            raise self.error
         self.is_done = True
 
 
@@ -87,6 +90,31 @@ def test_a_failed_send_does_not_end_the_wait_for_others() -> None:
     sends._handles.rotate(1)
     sends.flush(30.0)
     assert open_send.is_done
+
+
+@pytest.mark.guarantee("D15")
+@pytest.mark.parametrize("backlog", [1, MAX_OPEN_SENDS])
+def test_a_send_is_not_concerned_if_an_older_one_has_no_thread(backlog: int) -> None:
+    """It is on its way, so its caller must not take it for refused; the older ones stay open, and are waited for."""
+    sends = OpenSends()
+    older = [Send(error=CapabilityError("no thread", requirement="one more thread")) for _ in range(backlog)]
+    sends._handles.extend(older)
+    last = Send()
+    sends.keep(last)
+    assert [*sends._handles] == [*older, last]
+    threading.Timer(0.05, lambda: [setattr(send, "error", None) for send in older]).start()
+    sends.flush(30.0)
+    assert all(send.is_done for send in older)
+
+
+def test_a_send_is_kept_also_if_an_older_one_has_broken_the_group() -> None:
+    """The error of the older one arrives at once; the memory of both is let go with the group."""
+    sends = OpenSends()
+    failed, last = Send(error=PeerLostError("lost rank 2", peers=(2,))), Send()
+    sends._handles.append(failed)
+    with pytest.raises(PeerLostError):
+        sends.keep(last)
+    assert [*sends._handles] == [failed, last]
 
 
 def test_the_wait_for_sends_ends() -> None:

@@ -102,8 +102,15 @@ def test_a_send_is_not_concerned_if_an_older_one_has_no_thread(backlog: int) -> 
     last = Send()
     sends.keep(last)
     assert [*sends._handles] == [*older, last]
-    threading.Timer(0.05, lambda: [setattr(send, "error", None) for send in older]).start()
+
+    def find_threads() -> None:
+        for send in older:
+            send.error = None
+
+    timer = threading.Timer(0.05, find_threads)
+    timer.start()
     sends.flush(30.0)
+    timer.join()
     assert all(send.is_done for send in older)
 
 

@@ -52,6 +52,10 @@ LATE: Final = "late "
 """Begins the reason of a planned change for which too few came; the members that did not come follow as JSON."""
 
 
+_OVERTAKEN: Final = "the members have changed otherwise"
+"""The reason of a planned change that a member gives up in another call."""
+
+
 class Put(msgspec.Struct, frozen=True):
     """Set a key that only this member writes."""
 
@@ -244,22 +248,26 @@ def agree_on_members(
     while True:
         number += 1
         state = yield from _state_of(number)
-        if state == "failed":
-            continue
-        if isinstance(state, _Decided) and me in state.members:
+        if state == "open":
+            decided = yield from _decide(me, number, electorate, note, is_planned=is_planned)
+            if isinstance(decided, (Late, Refused)):
+                return decided
+            if decided is not None and (is_planned or not decided.is_planned):
+                if me not in decided.voters:
+                    return Excluded(number, decided.members)
+                end = yield from _take_part(me, number, decided)
+                if isinstance(end, Complete):
+                    return msgspec.structs.replace(end, last=(last, electorate))
+                if end is not None:
+                    return end
+                continue
+            # Who goes on without those that are lost takes no part in what others plan.
+            state = "failed" if decided is None else (yield from _overtake(number, decided))
+        if state != "failed":
+            if me not in state.members:
+                return Excluded(number, state.members)
             # This member was interrupted when all was done: the others know it as one of theirs.
             last, electorate = number, state.members
-            continue
-        decided = yield from _decide(me, number, electorate, note, is_planned=is_planned)
-        if isinstance(decided, (Late, Refused)):
-            return decided
-        if me not in decided.voters:
-            return Excluded(number, decided.members)
-        end = yield from _take_part(me, number, decided)
-        if isinstance(end, Complete):
-            return msgspec.structs.replace(end, last=(last, electorate))
-        if end is not None:
-            return end
 
 
 def join(me: int, note: str) -> Steps:
@@ -339,9 +347,17 @@ def _state_of(number: int) -> Steps:
     if result == OK:
         decided = _decided_decoder.decode(known[_key(number, "members")])
         if decided.is_planned and decision is None:
-            decision = yield Swap(_key(number, "decision"), "the members have changed otherwise")
+            decision = yield Swap(_key(number, "decision"), _OVERTAKEN)
         return decided if not decided.is_planned or decision == OK else "failed"
     return "open" if go in (None, OK) and result is None and decision is None else "failed"
+
+
+def _overtake(number: int, decided: _Decided) -> Steps:
+    """Give a planned change up in whichever step it is; return "failed", or what was decided if all have committed."""
+    for name in ("go", "result", "decision"):
+        if (yield Swap(_key(number, name), _OVERTAKEN)) != OK:
+            return "failed"
+    return decided
 
 
 def _take_part(me: int, number: int, decided: _Decided) -> Steps:
@@ -380,7 +396,10 @@ def _notes(number: int, members: tuple[int, ...]) -> Steps:
 
 
 def _decide(me: int, number: int, electorate: tuple[int, ...], note: str, *, is_planned: bool) -> Steps:
-    """Return what the first who could decide has chosen; `Late` or `Refused` if there will be no decision."""
+    """Return what the first who could decide has chosen; `Late` or `Refused` if there will be no decision.
+
+    None if that is so because others have planned a change and given it up: another attempt follows.
+    """
     told: frozenset[int] | None = None
     waited = 0
     while True:
@@ -394,7 +413,8 @@ def _decide(me: int, number: int, electorate: tuple[int, ...], note: str, *, is_
         if _key(number, "members") in found:
             return _decided_decoder.decode(found[_key(number, "members")])
         if _key(number, "go") in found:
-            return _given_up(number, found[_key(number, "go")])
+            # Only planned changes are given up so early.
+            return _given_up(number, found[_key(number, "go")]) if is_planned else None
         present = {
             member: _presence_decoder.decode(found[key]) for member, key in keys.items() if key in found
         }

@@ -13,7 +13,7 @@ import torch
 
 from coordinator.elastic import Plan
 from coordinator.elastic.joining import join_distributed_environment
-from coordinator.errors import ClosedError, CommTimeoutError, DisagreementError, UsageError
+from coordinator.errors import ClosedError, CommTimeoutError, DisagreementError, ExcludedError, UsageError
 from coordinator.groups import ParallelGroups
 from coordinator.parallel_state import (
     destroy_distributed_environment,
@@ -203,6 +203,31 @@ def test_a_rank_that_is_not_named_never_leaves() -> None:
     told = "the layout has no place for rank(s) [2]: let them leave too"
     assert found[2:] == [[told], [told]]
     assert found[:2] == [[told, 1.0, 1.0, 0.0, [0, 1]], [told, 1.0, 1.0, 1.0, [0, 1]]]
+
+
+def comes_too_late(rank: int, world_size: int, directory: Path, told: str) -> None:
+    groups = elastic_groups(rank, world_size, directory)
+    plan = groups.prepare(leave=[2], timeout_s=TIMEOUT_S)
+    if rank < 2:
+        committed = plan.commit()
+        assert committed is not None
+        use(committed)
+        end(committed)
+        return
+    store = groups._membership().world.line().store
+    wait_until(lambda: store.check(["1/decision"]), "the others' commit", TIMEOUT_S)
+    with pytest.raises(ExcludedError) as caught:
+        groups.rebuild(timeout_s=TIMEOUT_S)
+    Path(told).write_text(str(caught.value))
+    os.kill(os.getpid(), signal.SIGKILL)  # the others wait for it before they free what it may use
+
+
+@pytest.mark.guarantee("E3")
+def test_a_rank_that_leaves_and_rebuilds_instead_is_excluded(tmp_path: Path) -> None:
+    """It comes to the commit too late, finds its groups broken, and calls `rebuild` as after any failure."""
+    told = tmp_path / "told"
+    run_ranks(comes_too_late, 3, str(told), expect_dead=[2])
+    assert told.read_text().endswith("the others go on without this rank, as members [0, 1] of epoch 1")
 
 
 def spreads(rank: int, world_size: int, directory: Path) -> dict[str, Any]:

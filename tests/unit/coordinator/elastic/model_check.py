@@ -43,6 +43,8 @@ class Limits:
         joiners: How many ranks join in a planned change.
         leavers: Members that leave in a planned change.
         is_planned: Whether it is one.
+        rebuilders: Members that call `rebuild` while the others plan a change; these do so once that has failed.
+        strays: Members that call `rebuild` where they should commit what is prepared.
         members: How many there are; `explore` fills it in.
     """
 
@@ -52,6 +54,8 @@ class Limits:
     joiners: int = 0
     leavers: tuple[int, ...] = ()
     is_planned: bool = False
+    rebuilders: tuple[int, ...] = ()
+    strays: tuple[int, ...] = ()
     members: int = 0
 
 
@@ -95,11 +99,13 @@ class _Place:
         told: One series of answers that leads there.
         wants: What it has yielded; None at its end.
         end: What it has returned.
+        is_planned: Whether it plans a change, where it agrees on members.
     """
 
     told: tuple[Any, ...]
     wants: Any
     end: End | None
+    is_planned: bool = False
 
 
 class _Program:
@@ -127,14 +133,15 @@ class _Program:
                 wants = _next(generator, answer)
         except StopIteration as stop:
             return self._places.setdefault(repr(stop.value), _Place(told, None, stop.value))
-        parts, inner = [repr(wants)], generator
+        parts, inner, is_planned = [repr(wants)], generator, False
         while inner is not None:
             local = {
                 name: value for name, value in inspect.getgeneratorlocals(inner).items() if name not in _STALE
             }
             parts.append(f"{inner.gi_frame.f_lasti} {sorted(local.items())!r}")
+            is_planned = local.get("is_planned", is_planned)
             inner = inner.gi_yieldfrom
-        return self._places.setdefault("; ".join(parts), _Place(told, wants, None))
+        return self._places.setdefault("; ".join(parts), _Place(told, wants, None, is_planned))
 
 
 def _next(generator: Any, answer: Any) -> Any:
@@ -189,7 +196,7 @@ def explore(members: int, limits: Limits) -> Result:
     everybody = tuple(range(members))
     programs = [_Program(partial(protocol.agree_on_members, me, 0, everybody)) for me in everybody]
     if limits.is_planned:
-        programs = [_Program(partial(_planned, me, everybody)) for me in everybody]
+        programs = [_Program(partial(_planned, me, everybody, limits)) for me in everybody]
     programs += [_Program(partial(_joining, members + each)) for each in range(limits.joiners)]
     places = tuple(program.start for program in programs)
     start = _State((), places, frozenset(), frozenset(), limits.give_ups, frozenset())
@@ -214,8 +221,16 @@ def explore(members: int, limits: Limits) -> Result:
     return result
 
 
-def _planned(me: int, members: tuple[int, ...]) -> Any:
-    return (yield from _decided(me, (yield from protocol.agree_on_members(me, 0, members, is_planned=True))))
+def _planned(me: int, members: tuple[int, ...], limits: Limits) -> Any:
+    if me not in limits.rebuilders:
+        end = yield from protocol.agree_on_members(me, 0, members, is_planned=True)
+        if me not in limits.strays or not isinstance(end, protocol.Prepared):
+            end = yield from _decided(me, end)
+        has_failed = isinstance(end, (protocol.Refused, protocol.Late, protocol.Prepared))
+        if not (has_failed and (limits.rebuilders or limits.strays)):
+            return end
+        del end  # it would tell equal states apart
+    return (yield from protocol.agree_on_members(me, 0, members))
 
 
 def _joining(me: int) -> Any:
@@ -290,7 +305,9 @@ def _answers(
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what a rank may be told next, and what changes with it."""
     wants = state.places[me].wants
-    if isinstance(wants, Choose):
+    if isinstance(wants, Choose) and not state.places[me].is_planned:
+        yield Chosen(wants.alive), {}
+    elif isinstance(wants, Choose):
         joiners = tuple(me for me in range(limits.members, len(state.places)) if f"joining/{me}" in store)
         stay = tuple(member for member in wants.alive if member not in limits.leavers)
         yield (None if len(joiners) < limits.joiners else Chosen(stay + joiners)), {}

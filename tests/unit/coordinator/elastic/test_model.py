@@ -55,6 +55,30 @@ def test_a_planned_change_is_made_by_all_or_by_nobody(limits: Limits) -> None:
         assert not (made and given_up), end
 
 
+@pytest.mark.guarantee("E3", "E5")
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(is_planned=True, leavers=(1,), strays=(1,)),
+        Limits(is_planned=True, leavers=(1,), strays=(0,)),
+        Limits(is_planned=True, leavers=(1,), rebuilders=(0,)),
+        pytest.param(Limits(is_planned=True, joiners=1, rebuilders=(1,)), marks=pytest.mark.thorough),
+        pytest.param(
+            Limits(is_planned=True, leavers=(1,), strays=(1,), crashes=1), marks=pytest.mark.thorough
+        ),
+        pytest.param(Limits(is_planned=True, joiners=1, strays=(1,)), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_who_calls_rebuild_beside_a_planned_change_gives_it_up_or_comes_too_late(limits: Limits) -> None:
+    """Either all members go on with what was planned, and who leaves is excluded, or all rebuild."""
+    for end in explore(2, limits).ends:
+        members = [each for each in end[:2] if each != "crashed"]
+        complete = {each for each in members if each.startswith("Complete")}
+        assert len(complete) <= 1, end
+        assert all(each.startswith(("Complete", "Excluded")) for each in members), end
+
+
 @pytest.mark.guarantee("E8")
 @pytest.mark.parametrize(("missing", "who"), [((0,), "member(s) 0"), ((), "all that are to join")])
 def test_one_that_joins_learns_why_a_change_was_given_up_before_it_was_invited(

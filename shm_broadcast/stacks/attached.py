@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 
 from shm_broadcast.errors import CommError, CommTimeoutError
@@ -10,7 +10,7 @@ from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
 from shm_broadcast.stacks.asking import ask
 from shm_broadcast.stacks.offered import NBYTES, offered_signal
 
-__all__ = ["QueueStacks", "ask_members", "attach"]
+__all__ = ["QueueStacks", "ask_members", "ask_missing", "attach"]
 
 # A queue's time-out of less than a second is part of a loop that polls.
 _LEAST_S: Final = 1.0
@@ -48,6 +48,24 @@ def ask_members(judgement: _Judgement, own: int, members: Sequence[int], watch: 
     if judgement.kind != "timeout" or judgement.by != own:
         return {}
     return _ask_ranks((*judgement.ranks, *members), own, watch)
+
+
+def ask_missing(
+    missing: Collection[int], own: int, members: Sequence[int], watch: PeerWatch
+) -> dict[int, str]:
+    """Return the stacks of the ranks of a group whose creation timed out; nothing if nobody knows who is missing.
+
+    The rank that lists who is `missing` asks, and the others have read that list. Blocks as `ask_members`.
+
+    Args:
+        missing: The global ranks that have not come; they are asked first.
+        own: This process's global rank.
+        members: The global ranks that were to come.
+        watch: Knows the processes of the others, if the world does.
+    """
+    if all(watch.process(rank) is None for rank in missing):
+        return {}
+    return _ask_ranks((*missing, *members), own, watch)
 
 
 def _ask_ranks(ranks: Iterable[int], own: int | None, watch: PeerWatch, most: int = NBYTES) -> dict[int, str]:

@@ -21,7 +21,7 @@ from tests.asked import identity_of, write_once
 from tests.harness import RankPool, run_ranks
 from tests.queue_ranks import Marks, offer, take
 from tests.waiting import wait_until
-from tests.worlds import ApartPool, join_world, meet, world
+from tests.worlds import ApartPool, join_world, meet, new_group, world
 
 DEADLINE_S = 0.5
 DELAY_S = 1.0
@@ -102,6 +102,34 @@ def test_gloo_planes_ask_too(ranks2: RankPool) -> None:
     found = ApartPool(ranks2).run(one_hangs, "hangs_asleep")[0]
     assert found["missing"] == [1]
     assert "in hangs_asleep\n" in found["stacks"]["1"]
+
+
+def one_creates_no_group(rank: int, world_size: int, directory: Path) -> Told | None:
+    """The last rank hangs; the others wait for it in the creation of another group."""
+    culprit = world_size - 1
+    with world(rank, world_size, directory) as group:
+        others = [each for each in range(world_size) if each != culprit]
+        if rank == culprit:
+            hangs_asleep(lambda: all((directory / f"told-{other}").exists() for other in others))
+            return None
+        found = told_by(lambda: new_group(group, create_timeout_s=1.0), 1.0)
+        meet(rank, others, directory, "told")
+        return found
+
+
+@pytest.mark.guarantee("S21")
+def test_a_creation_that_times_out_has_the_stacks_too(ranks4: RankPool) -> None:
+    """The rank that lists who is missing asks: where rank 3 hangs is in its note, and in the error of no other rank."""
+    found = ranks4.run(one_creates_no_group)[:3]
+    assert [each["missing"] for each in found] == [[3]] * 3
+    (first,) = [each for each in found if each["stacks"]]
+    assert sorted(first["stacks"]) == ["0", "1", "2", "3"]
+    assert "in hangs_asleep\n" in first["stacks"]["3"]
+    (note,) = first["notes"]
+    assert note.startswith("stacks of rank 3:\n")
+    assert "in hangs_asleep\n" in note
+    # The others read who is missing before that rank asks.
+    assert all(each["late_s"] <= 2 * DELAY_S for each in found), found
 
 
 def wait_for_the_stopped(rank: int, world_size: int, directory: Path) -> Told | None:

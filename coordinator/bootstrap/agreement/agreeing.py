@@ -48,6 +48,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch
+from shm_broadcast.stacks.attached import ask_missing, attach
 
 # A waiting rank asks at this interval who else has come on its kernel, so that it can watch them.
 LOOK_EVERY_S: Final = 1.0
@@ -104,7 +105,8 @@ def agree(
 
     Raises:
         DisagreementError: Two ranks hold different facts (see `.views`), or two processes claim the same rank.
-        CommTimeoutError: Ranks did not join in time; `.missing` names them.
+        CommTimeoutError: Ranks did not join in time; `.missing` names them. On the rank that lists them `.stacks` says
+            where they and the others are, if `watch` knows their processes.
         PeerLostError: A rank died meanwhile, or was interrupted; `.peers` names it.
         CapabilityError: A rank could not take part; see `decline`.
         NativeError: The store is gone, and no known rank has died; or it holds what no rank has written.
@@ -127,7 +129,8 @@ def agree(
     )
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
-    except CommError:
+    except CommError as error:
+        agreement.add_stacks(error)
         raise
     except msgspec.MsgspecError as error:
         agreement.leave(error)
@@ -295,6 +298,11 @@ class _Agreement:
         """
         reason = f"was interrupted ({type(error).__name__}) and has left"
         self._tell(lambda came: outcomes.Left(came, [self._rank], reason), LEAVE_S)
+
+    def add_stacks(self, error: CommError) -> None:
+        """Attach to a time-out where the ranks are, if this one lists who is missing and their processes are known."""
+        if self._lists and self._watch is not None and isinstance(error, CommTimeoutError):
+            attach(error, ask_missing(error.missing, self._rank, self._ranks, self._watch))
 
     def raise_if_lost(self) -> None:
         """Raise `PeerLostError` if a rank that is known to have come is dead."""

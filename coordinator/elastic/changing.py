@@ -61,7 +61,8 @@ class ChangingGroups(ABC):
         Raises:
             ExcludedError: The others go on without this rank.
             DisagreementError: A rank could not go on, with the reason: too few members, no layout, other settings. All
-                of them raise it, and the groups are as they were; `rebuild` may be called again.
+                of them raise it, and the groups are as they were; `rebuild` may be called again. Or a rank could not
+                create its groups, such as for lack of memory: as above, but these groups are destroyed.
             CommTimeoutError: Too few ranks came in time; `.missing` names the others. As above.
             UsageError: The members of this world cannot change; see `init_distributed_environment(elastic=True)`.
             NativeError: The store is gone.

@@ -25,12 +25,23 @@ from coordinator.elastic.protocol import (
     Swap,
     TearDown,
 )
-from shm_broadcast.errors import CommError, CommTimeoutError, InternalError, NativeError
+from shm_broadcast.errors import (
+    CommError,
+    CommTimeoutError,
+    GroupBrokenError,
+    InternalError,
+    NativeError,
+    PeerLostError,
+)
 
 __all__ = ["Actions", "Deadlines", "Driver"]
 
 # How long a rank that is interrupted tries to tell the others: Ctrl-C must interrupt soon.
 _TELL_S: Final = 0.15
+
+# Errors of a creation that follow from members that are gone or silent, or may do so: another attempt goes on without
+# them. Those of libraries too: their connections break some time before a process is known to have ended.
+_OTHERS: Final = (PeerLostError, CommTimeoutError, GroupBrokenError, NativeError)
 
 
 class Actions(Protocol):
@@ -142,7 +153,8 @@ class Driver:
         try:
             self._actions.build(wants.number, wants.members)
         except CommError as error:
-            return str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
+            return protocol.LOST + reason if isinstance(error, _OTHERS) else reason
         return ""
 
     def _ask(self, wants: Put | Get | Swap, within_s: float | None = None) -> Any:

@@ -15,7 +15,7 @@ from coordinator.elastic.ending import Ending, Meeting
 from coordinator.elastic.layouts import LayoutRule, Placement, grown, merged, torn_replicas
 from coordinator.elastic.protocol import Chosen
 from coordinator.layout import ParallelLayout
-from coordinator.settings import CoordinatorSettings, differences
+from coordinator.settings import CoordinatorSettings, differences, permitted
 from shm_broadcast.errors import (
     CommError,
     CommTimeoutError,
@@ -125,7 +125,7 @@ def note_of(text: str) -> Note:
 
 def settings_facts(settings: CoordinatorSettings, callbacks: int) -> dict[str, str]:
     """Return the settings, and the number of callbacks, that must be equal on all ranks, as text by name."""
-    facts = {f"setting {field}": str(value) for field, value in settings.agreed().items()}
+    facts = {f"setting {field}": str(value) for field, value in permitted(settings).agreed().items()}
     return {**facts, "on_rebuild callbacks": str(callbacks)}
 
 

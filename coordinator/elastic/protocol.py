@@ -126,7 +126,10 @@ class TearDown(msgspec.Struct, frozen=True):
 
 
 class Build(msgspec.Struct, frozen=True):
-    """Create the groups of these members, together with them; return why that has failed, or an empty text."""
+    """Create the groups of these members, together with them; return why that has failed, or an empty text.
+
+    The reason begins with `LOST` if it is that members are gone or silent.
+    """
 
     number: int
     members: tuple[int, ...]
@@ -185,17 +188,27 @@ class Excluded(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A member could not go on with the others, so nobody does. The groups of the last epoch are as they were."""
+    """A member could not go on with the others, so nobody does, or could not create its groups.
+
+    The groups of the last epoch are as they were, unless they had been destroyed to create those.
+    """
 
     number: int
     reason: str
 
 
 class Late(msgspec.Struct, frozen=True):
-    """Too few members have come in time, or too few to join."""
+    """Too few members have come in time, or too few to join.
+
+    Attributes:
+        number: The attempt.
+        missing: The members that did not come.
+        failure: Why the attempt before it has failed, if there was one.
+    """
 
     number: int
     missing: tuple[int, ...]
+    failure: str = ""
 
 
 End: TypeAlias = Complete | Prepared | Excluded | Refused | Late
@@ -244,13 +257,15 @@ def agree_on_members(
         An `End`.
     """
     electorate, last = tuple(members), epoch
-    number = epoch
+    number, failure = epoch, ""
     while True:
         number += 1
         state = yield from _state_of(number)
         if state == "open":
             decided = yield from _decide(me, number, electorate, note, is_planned=is_planned)
-            if isinstance(decided, (Late, Refused)):
+            if isinstance(decided, Late):
+                return msgspec.structs.replace(decided, failure=failure)
+            if isinstance(decided, Refused):
                 return decided
             if decided is not None and (is_planned or not decided.is_planned):
                 if me not in decided.voters:
@@ -258,8 +273,9 @@ def agree_on_members(
                 end = yield from _take_part(me, number, decided)
                 if isinstance(end, Complete):
                     return msgspec.structs.replace(end, last=(last, electorate))
-                if end is not None:
+                if not isinstance(end, str):
                     return end
+                failure = end
                 continue
             # Who goes on without those that are lost takes no part in what others plan.
             state = "failed" if decided is None else (yield from _overtake(number, decided))
@@ -361,22 +377,23 @@ def _overtake(number: int, decided: _Decided) -> Steps:
 
 
 def _take_part(me: int, number: int, decided: _Decided) -> Steps:
-    """Return the end of an attempt for one of its voters; None if the next attempt is to follow."""
+    """Return the end of an attempt for one of its voters; if the next one is to follow, why this one has failed."""
     members, is_planned = decided.members, decided.is_planned
     refusal = yield Judge(number, decided.chosen, (yield from _notes(number, decided.voters)))
     yield Put(_key(number, "confirm", me), refusal or OK)
     go = yield from _gather(number, "confirm", "go", decided.voters)
     if go != OK:
-        return None if go.startswith(LOST) and not is_planned else _given_up(number, go)
+        return go.removeprefix(LOST) if go.startswith(LOST) and not is_planned else _given_up(number, go)
     if not is_planned:
         yield TearDown()
     if me in members:
         failure = yield Build(number, members)
-        yield Put(_key(number, "made", me), LOST + failure if failure else OK)
+        yield Put(_key(number, "made", me), failure or OK)
     result = yield from _gather(number, "made", "result", members)
     if result != OK:
         yield Discard()
-        return Refused(number, result.removeprefix(LOST)) if is_planned else None
+        reason = result.removeprefix(LOST)
+        return reason if result.startswith(LOST) and not is_planned else Refused(number, reason)
     return Prepared(number, members) if is_planned else Complete(number, members, (number, members))
 
 
@@ -459,7 +476,9 @@ def _gather(number: int, what: str, outcome: str, members: tuple[int, ...]) -> S
         if _key(number, outcome) in found:
             return found[_key(number, outcome)]
         said = [found[key] for key in keys.values() if key in found]
-        reason = next((each for each in said if each != OK), OK if len(said) == len(members) else "")
+        # First what a member says of itself: that it is gone from a step is often what the others say then.
+        reasons = sorted((each for each in said if each != OK), key=lambda each: each.startswith(LOST))
+        reason = next(iter(reasons), OK if len(said) == len(members) else "")
         if not reason:
             missing = [member for member, key in keys.items() if key not in found]
             dead: frozenset[int] = yield Dead()

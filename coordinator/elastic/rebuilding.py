@@ -317,7 +317,10 @@ def _failure(
         return DisagreementError(f"{where}: {end.reason}")
     ranks = tuple(line.members.index(member) for member in end.missing)
     who = f"rank(s) {', '.join(map(str, ranks))}" if ranks else "the ranks that are to join"
-    return CommTimeoutError(f"{where}: {who} did not come within {timeout_s:.1f} s, or ended", missing=ranks)
+    why = f"; the attempt before this one has failed: {end.failure}" if end.failure else ""
+    return CommTimeoutError(
+        f"{where}: {who} did not come within {timeout_s:.1f} s, or ended{why}", missing=ranks
+    )
 
 
 def _text(note: Note) -> str:

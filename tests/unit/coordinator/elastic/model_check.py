@@ -44,6 +44,7 @@ class Limits:
         leavers: Members that leave in a planned change.
         is_planned: Whether it is one.
         rebuilders: Members that call `rebuild` while the others plan a change; these do so once that has failed.
+        failing: Ranks that cannot create their groups, for reasons of their own.
         strays: Members that call `rebuild` where they should commit what is prepared.
         members: How many there are; `explore` fills it in.
     """
@@ -55,6 +56,7 @@ class Limits:
     leavers: tuple[int, ...] = ()
     is_planned: bool = False
     rebuilders: tuple[int, ...] = ()
+    failing: tuple[int, ...] = ()
     strays: tuple[int, ...] = ()
     members: int = 0
 
@@ -325,10 +327,12 @@ def _answers(
         if me in state.stirred:
             yield 0, {}
     elif isinstance(wants, Build):
-        if all((wants.number, member) in state.building for member in wants.members):
+        if me in limits.failing:
+            yield "there is no memory", {}
+        elif all((wants.number, member) in state.building for member in wants.members):
             yield "", {}
         elif state.crashed.intersection(wants.members) or _has_left(wants, store):
-            yield "a member is gone", {}
+            yield f"{protocol.LOST}a member is gone", {}
     else:
         raise TypeError(f"there is no operation {wants!r}")
 

@@ -1,5 +1,6 @@
 """The agreement on members, explored in every order of its steps."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -55,6 +56,13 @@ def test_a_planned_change_is_made_by_all_or_by_nobody(limits: Limits) -> None:
         assert not (made and given_up), end
 
 
+@pytest.mark.guarantee("E4")
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_what_a_rank_cannot_build_is_refused_by_all(is_planned: bool) -> None:
+    """No attempt follows in which the same would fail."""
+    assert list(explore(3, Limits(failing=(1,), is_planned=is_planned)).ends) == [("Refused 1",) * 3]
+
+
 @pytest.mark.guarantee("E3", "E5")
 @pytest.mark.parametrize(
     "limits",
@@ -97,8 +105,24 @@ def test_one_that_joins_learns_why_a_change_was_given_up_before_it_was_invited(
     assert _end_of(protocol.join(3, ""), store) == protocol.Refused(1, reason)
 
 
-def _end_of(steps: protocol.Steps, store: dict[str, str]) -> Any:
-    """Return the end of a program that never waits, on a store of its own."""
+def test_who_waits_in_vain_learns_why_the_attempt_before_has_failed() -> None:
+    """Member 1 has come to the first attempt, in which member 0 could not create its groups, and not to the second."""
+    note = msgspec.json.encode(protocol.Presence(())).decode()
+    answers: dict[Any, Any] = {
+        protocol.Dead: frozenset[int](),
+        protocol.Choose: protocol.Chosen((0, 1)),
+        protocol.TearDown: None,
+        protocol.Build: "lost rank 1 did not answer",
+        protocol.Discard: None,
+        protocol.Pause: 2,
+    }
+    steps = protocol.agree_on_members(0, 0, (0, 1))
+    end = _end_of(steps, {"1/present/1": note, "1/confirm/1": protocol.OK}, answers)
+    assert end == protocol.Late(2, (1,), "rank 1 did not answer")
+
+
+def _end_of(steps: protocol.Steps, store: dict[str, str], answers: Mapping[Any, Any] | None = None) -> Any:
+    """Return the end of a program, on a store of its own; `answers` are those to what is no question to the store."""
     answer: Any = None
     while True:
         try:
@@ -109,9 +133,10 @@ def _end_of(steps: protocol.Steps, store: dict[str, str]) -> Any:
             store[wants.key], answer = wants.value, None
         elif isinstance(wants, protocol.Get):
             answer = {key: store[key] for key in wants.keys if key in store}
+        elif isinstance(wants, protocol.Swap):
+            answer = store.setdefault(wants.key, wants.value)
         else:
-            assert isinstance(wants, protocol.Judge), wants
-            answer = ""
+            answer = {protocol.Judge: "", **(answers or {})}[type(wants)]
 
 
 @pytest.mark.parametrize(

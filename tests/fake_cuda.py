@@ -24,7 +24,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -465,6 +466,11 @@ class FakeDriver(FakeMulticast):
         if self._capturing:
             raise self._error("context_synchronize", CAPTURE_UNSUPPORTED, "a stream is capturing")
         self._synchronize("context_synchronize")
+
+    @contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        self._enter("relaxed_capture")
+        yield
 
     def relax_capture(self) -> None:
         self._enter("relax_capture")

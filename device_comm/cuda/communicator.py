@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, cast
 
 import torch
@@ -34,7 +34,7 @@ from device_comm.cuda.setup import build_custom, build_experts
 from device_comm.cuda.side_stream import SideStream
 from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl.library import NcclLibrary
-from device_comm.nccl.streams import Streams
+from device_comm.nccl.streams import Streams, TorchStreams
 from device_comm.outputs import fill
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
@@ -86,6 +86,7 @@ class CudaCommunicator(EndingCommunicator, FusedCommunicator):
         self._events = EventProgress(self._driver, context.health.log_fields())
         # With two ranks, both take part in a first send and can connect then. With more, the others would not connect.
         eager = context.world_size > 2
+        streams = streams or TorchStreams(context.device, self._relaxed)
         super().__init__(context, library=library, streams=streams, progress=self._events, eager=eager)
         self.aside: SideStream = SideStream(self._streams, self._orders, self._capture_of, self._ordering)
         self._cubin = cubin
@@ -103,6 +104,10 @@ class CudaCommunicator(EndingCommunicator, FusedCommunicator):
         if self._opened is None:
             self._opened = self._open()
         return self._opened
+
+    def _relaxed(self) -> AbstractContextManager[None]:
+        # Every call has opened the driver, unless there is none.
+        return nullcontext() if self._opened is None else self._opened.relaxed_capture()
 
     # ------------------------------------------------------------------ choice of the algorithm
 

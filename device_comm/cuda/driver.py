@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 from shm_broadcast.errors import UsageError
@@ -240,7 +241,7 @@ class Driver(Protocol):
         """Unload a module; its functions become invalid."""
 
     def module_function(self, module: int, name: str) -> int:
-        """Return the function with this name. Its first launch loads nothing, if the driver can load it before (12.4)."""
+        """Return the function with this name. It is loaded, from CUDA 12.4 on: its first launch waits for nothing."""
 
     def launch(
         self, function: int, grid_x: int, block_x: int, stream: int, arguments: PreparedLaunch
@@ -300,7 +301,7 @@ class Driver(Protocol):
         """Record `event` behind all work queued on `stream` so far."""
 
     def event_query(self, event: int) -> bool:
-        """Return whether all work before the last record of `event` is done."""
+        """Return whether all work before the last record of `event` is done. Spoils no capture of another stream."""
 
     def event_destroy(self, event: int) -> None:
         """Destroy an event."""
@@ -309,6 +310,12 @@ class Driver(Protocol):
         """Block until all work of this process on this device that was queued before is done.
 
         While a stream of the process is captured this fails, and makes the capture invalid.
+        """
+
+    def relaxed_capture(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread may query events and streams while any thread of the process captures.
+
+        torch captures in the global mode, in which such a query, from whatever thread, would make the capture invalid.
         """
 
     def relax_capture(self) -> None:

@@ -17,7 +17,8 @@ import ctypes
 import importlib
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from device_comm.cuda.driver import IPC_HANDLE_BYTES, Driver, LaunchConfiguration, PreparedLaunch
@@ -497,17 +498,13 @@ class CudaDriver(MulticastCalls, StreamCalls, Driver):
             self._again(status, "cuEventRecord", kept, self._stream(stream))
 
     def event_query(self, event: int) -> bool:
-        # torch captures in the global mode: while any thread captures, a query from here would fail that capture.
-        modes = self._api.CUstreamCaptureMode
-        before = self._call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
-            self._direct("cuEventQuery", self._api.CUevent(event))
+            with self.relaxed_capture():
+                self._direct("cuEventQuery", self._api.CUevent(event))
         except CudaError as error:
             if error.code == _NOT_READY:
                 return False
             raise
-        finally:
-            self._call("cuThreadExchangeStreamCaptureMode", before)
         return True
 
     def event_destroy(self, event: int) -> None:
@@ -515,6 +512,15 @@ class CudaDriver(MulticastCalls, StreamCalls, Driver):
 
     def context_synchronize(self) -> None:
         self._in_context("cuCtxSynchronize")
+
+    @contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        modes = self._api.CUstreamCaptureMode
+        before = self._call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", before)
 
     def relax_capture(self) -> None:
         relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

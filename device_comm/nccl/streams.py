@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -82,8 +82,17 @@ class TorchStreams:
         current: Returns the caller's current stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Serve `device`, or the current device if it has no index."""
+    def __init__(
+        self, device: torch.device, relaxed: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """Serve `device`, or the current device if it has no index.
+
+        Args:
+            device: The device.
+            relaxed: Returns a context in which this thread may ask for the progress of a stream while any thread of the
+                process captures. Without it the question makes such a capture invalid: torch captures in global mode.
+        """
+        self.relaxed = relaxed
         self.index: int = torch.cuda.current_device() if device.index is None else device.index
         # Takes 0.1 us. torch.cuda.current_stream() creates an object and takes ten times as long.
         self.current: Callable[[], int] = functools.partial(
@@ -105,7 +114,8 @@ class TorchStreams:
 
     def is_idle(self, stream: int) -> bool:
         """Return whether all work queued on `stream` is complete."""
-        return bool(self._of(stream).query())
+        with self.relaxed():
+            return bool(self._of(stream).query())
 
     def create(self) -> int:
         """Return a stream of torch's pool, with the default priority."""
@@ -135,7 +145,8 @@ class TorchStreams:
     def _of(self, stream: int) -> torch.cuda.Stream:
         found = self._kept.get(stream)
         if found is None:
-            found = torch.cuda.ExternalStream(stream, device=self.index)  # type: ignore[no-untyped-call]
+            # ExternalStream(0) is a new stream of torch's pool, not the default stream, whose number is 0.
+            found = torch.cuda.get_stream_from_external(stream, self.index)
         return found
 
 
@@ -150,7 +161,8 @@ class _TorchEvent:
         self._event.wait(self._streams._of(stream))  # noqa: SLF001 - the class above
 
     def is_done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        with self._streams.relaxed():
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 __all__ = ["Order", "Progress", "StreamEvent", "Streams", "TorchStreams"]

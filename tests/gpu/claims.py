@@ -57,7 +57,10 @@ CLAIMS: dict[str, tuple[Statement, ...]] = {
         ),
         Statement(
             "ranks on streams of their own get the defined bits, in calls and in replayed graphs",
-            ("streams::streams_reduce_eagerly_and_in_graphs",),
+            (
+                "streams::streams_reduce_eagerly_and_in_graphs",
+                "streams::work_on_the_default_stream_is_waited_for",
+            ),
         ),
         Statement(
             "processes that share memory over CUDA IPC, or by descriptors, get the defined bits",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
+import torch
 
+from device_comm.nccl.streams import TorchStreams
+from tests.gpu.device import GpuDriver
 from tests.gpu.notes import GpuRank, gpu_body
 from tests.gpu.running import GpuRun, on_gpu
 from tests.gpu.streams import ENVIRON, GRAPH_BYTES, KIB, absent_rank, norms, world_on_gpu
@@ -43,6 +47,44 @@ def one_is_absent(me: GpuRank) -> None:
     world = world_on_gpu(me, 2, "bfloat16", deadline_s=1.0)
     me.figure("error of a kernel whose peer does not come, deadline 1 s", absent_rank(world, 1.0), "s")
     world.close()
+
+
+@gpu_body
+def default_stream(me: GpuRank) -> dict[str, bool]:
+    """Let the default stream work for a second, and ask what is behind it."""
+    driver = GpuDriver(0)
+    streams = TorchStreams(torch.device("cuda", 0), driver.relaxed_capture)
+    default, side = streams.current(), streams.create()
+    torch.cuda._sleep(2_000_000_000)
+    streams.wait(side, default)
+    busy = {
+        "the default stream": not streams.is_idle(default),
+        "a stream behind it": not streams.is_idle(side),
+        "an event behind it": not streams.record(side).is_done(),
+    }
+    torch.cuda.synchronize()
+    found = dict(busy, **{"nothing at the end": streams.is_idle(default) and streams.is_idle(side)})
+    # A question does not spoil a capture of another thread, in the mode in which torch captures.
+    graph, place = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    event = streams.record(side)
+    with torch.cuda.graph(graph):
+        place += 1
+        asked: list[bool] = []
+        asking = threading.Thread(target=lambda: asked.append(event.is_done() and streams.is_idle(side)))
+        asking.start()
+        asking.join()
+    graph.replay()
+    torch.cuda.synchronize()
+    found["a capture that another thread asks beside"] = asked == [True] and place.tolist() == [1.0] * 8
+    driver.close()
+    return found
+
+
+@on_gpu(3, 15)
+def test_work_on_the_default_stream_is_waited_for(gpu: GpuRun) -> None:
+    """Events and questions for torch's default stream are about that stream, and spoil no capture."""
+    (found,) = gpu.run(default_stream)
+    assert all(found.values()), found
 
 
 @pytest.mark.parametrize(

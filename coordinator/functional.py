@@ -173,8 +173,11 @@ def _call(
         result: torch.Tensor = method(tensor, **arguments)
         return result
     handle: CallHandle[torch.Tensor] = method(tensor, **arguments, async_op=True)
-    if handle.is_completed():
-        # A refused call raises here. A call on an accelerator is complete once it is queued on the stream.
+    refused = handle.failure()
+    if refused is not None:
+        raise refused
+    # An accelerator is not asked: during a capture it may not be, and to wait for its call blocks no host.
+    if tensor.is_cpu and handle.is_completed():
         return handle.wait()
     shape = compile_ops.result_shape(name, tensor, world_size=there.world_size, **arguments)
     return WaitingTensor(handle, shape, tensor)

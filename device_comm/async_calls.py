@@ -91,6 +91,27 @@ class OnCurrentStream:
         return StreamMark(self._device)
 
 
+def check_capture(*, is_captured: bool, was_captured: bool) -> None:
+    """Raise `UsageError` unless both or none of the current stream and the call that it shall wait for are captured."""
+    if is_captured and not was_captured:
+        raise UsageError(
+            "a captured stream cannot wait for a call that was made before the capture; wait for its handle before"
+        )
+    if was_captured and not is_captured:
+        raise UsageError(
+            "a stream outside of the capture cannot wait for a call that was captured; wait for its handle within "
+            "the capture, and replay the graph"
+        )
+
+
+def refuse_question(is_captured: bool) -> None:
+    """Raise `UsageError` if the call whose progress is asked for, or the current stream, is captured."""
+    if is_captured:
+        raise UsageError(
+            "is_completed: a captured call runs in each replay, and a capture allows no such question"
+        )
+
+
 class StreamMark:
     """A mark on the current stream of a device; see `Mark`."""
 
@@ -98,15 +119,31 @@ class StreamMark:
         """Record an event."""
         self._device = device
         self._streams = torch.get_device_module(device)
+        # Devices other than CUDA need not have captures.
+        self._is_capturing: Callable[[], bool] = getattr(
+            self._streams, "is_current_stream_capturing", lambda: False
+        )
+        self._is_captured = self._is_capturing()
         self._event = self._streams.Event()
         self._event.record(self._streams.current_stream(device))
 
     def wait(self) -> None:
-        """Make the current stream wait for the event."""
+        """Make the current stream wait for the event.
+
+        Raises:
+            UsageError: The current stream is being captured and the call was not, or the other way round. Nothing was
+                queued, and no capture is spoilt.
+        """
+        check_capture(is_captured=self._is_capturing(), was_captured=self._is_captured)
         self._event.wait(self._streams.current_stream(self._device))
 
     def is_reached(self) -> bool:
-        """Query the event."""
+        """Query the event.
+
+        Raises:
+            UsageError: The call was captured, or the current stream is being captured.
+        """
+        refuse_question(self._is_captured or self._is_capturing())
         return bool(self._event.query())
 
     def behind(self) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from device_comm.async_calls import tensors_of
+from device_comm.async_calls import check_capture, refuse_question, tensors_of
 from device_comm.nccl.streams import Streams
 from shm_broadcast.errors import UsageError
 
@@ -118,10 +118,7 @@ class SideMark:
         Raises:
             UsageError: The call was captured: it runs in each replay. Or the current stream is being captured.
         """
-        if self._is_captured or self._streams.is_captured():
-            raise UsageError(
-                "is_completed: a captured call runs in each replay, and a capture allows no such question"
-            )
+        refuse_question(self._is_captured or self._streams.is_captured())
         return self._event.is_done()
 
     @contextmanager
@@ -131,16 +128,7 @@ class SideMark:
             yield
 
     def _check(self, stream: int) -> None:
-        is_captured = self._streams.is_captured()
-        if is_captured and not self._is_captured:
-            raise UsageError(
-                "a captured stream cannot wait for a call that was made before the capture; wait for its handle before"
-            )
-        if self._is_captured and not is_captured:
-            raise UsageError(
-                "a stream outside of the capture cannot wait for a call that was captured; wait for its handle within "
-                "the capture, and replay the graph"
-            )
+        check_capture(is_captured=self._streams.is_captured(), was_captured=self._is_captured)
         # The id of a capture that has become invalid is 0: then the driver says that.
         if self._capture_of(stream) not in (0, self._capture):
             raise UsageError(

@@ -12,6 +12,7 @@ import torch
 from device_comm.async_calls import CallHandle, CallLine, StreamMark, tensors_of
 from device_comm.derived_reductions import premul_sum
 from device_comm.health import GroupHealth, StatusStore
+from shm_broadcast.errors import UsageError
 from shm_broadcast.liveness import PeerWatch
 from tests.channels import QuietStore, QuietWatch
 from tests.log_records import fields_of
@@ -154,12 +155,16 @@ class TorchStreams:
     """Stands for torch's module of an accelerator: notes what is done with events and streams, in order."""
 
     def __init__(self) -> None:
-        self.current, self.is_done = 1, False
+        self.current, self.is_done, self.is_captured = 1, False, False
         self.steps: list[tuple[str, object]] = []
 
     def current_stream(self, device: torch.device) -> tuple[torch.device, int]:
         """Return the stream that is current on a device."""
         return device, self.current
+
+    def is_current_stream_capturing(self) -> bool:
+        """Return whether the test says that the current stream is captured."""
+        return self.is_captured
 
     def Event(self) -> TorchEvent:  # noqa: N802 - torch's name
         """Return a new event."""
@@ -201,6 +206,24 @@ def test_a_mark_of_torch_is_behind_the_work_and_before_what_waits(monkeypatch: p
     assert mark.is_reached()
     with mark.behind():
         assert streams.steps[3:] == [("wait", (device, 2))]
+
+
+@pytest.mark.guarantee("D76")
+@pytest.mark.parametrize("was_captured", [False, True])
+def test_a_mark_of_torch_spoils_no_capture(monkeypatch: pytest.MonkeyPatch, was_captured: bool) -> None:
+    """It refuses to order a captured stream behind a call of none, and the other way round, and to be asked in one."""
+    device, streams = torch.device("cuda", 1), TorchStreams()
+    monkeypatch.setattr(torch, "get_device_module", lambda asked: streams if asked is device else None)
+    streams.is_captured = was_captured
+    mark = StreamMark(device)
+    mark.wait()
+    streams.is_captured = not was_captured
+    steps = list(streams.steps)
+    with pytest.raises(UsageError, match="captured"):
+        mark.wait()
+    with pytest.raises(UsageError, match="is_completed"):
+        mark.is_reached()
+    assert streams.steps == steps
 
 
 def test_every_tensor_of_a_call_is_found() -> None:

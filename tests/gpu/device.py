@@ -77,9 +77,13 @@ class GpuDriver(CudaDriver):
     def end_capture(self, stream: int) -> Any:
         graph = self._in_context("cuStreamEndCapture", self._stream(stream))
         try:
-            return self._in_context("cuGraphInstantiate", graph, 0)
+            executable = self._in_context("cuGraphInstantiate", graph, 0)
         finally:
             self._in_context("cuGraphDestroy", graph)
+        # Else the first launch uploads it, while kernels of other ranks may wait for it.
+        self._in_context("cuGraphUpload", executable, self._stream(stream))
+        self.stream_synchronize(stream)
+        return executable
 
     def replay(self, graph: Any, stream: int) -> None:
         self._in_context("cuGraphLaunch", graph, self._stream(stream))

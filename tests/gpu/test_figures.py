@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -342,6 +343,8 @@ def time_overlap(me: GpuRank) -> None:
     me.goal(GOAL, "at least half of the shorter one is hidden", "not finished", False)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
+    # The product is queued by a thread that has used no CUDA before; torch then makes the context current, and says so.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     world = world_on_gpu(me, 2, "bfloat16", limits={"push_two_shot": MIB})
     product = Product(device)
     torch.cuda.synchronize()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from coordinator import group_registry
 from coordinator.bootstrap.creation import create_parts, device_of
-from coordinator.bootstrap.group_names import next_names, unique_name, use_names
+from coordinator.bootstrap.group_names import GroupNames
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, kept
 from coordinator.bootstrap.membership import find_membership
 from coordinator.bootstrap.timings import CreationReport
@@ -128,13 +128,12 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         settings: CoordinatorSettings,
     ) -> None:
         """Create this rank's group in `world`; see the constructor for the other arguments."""
-        store = world.store
         membership = find_membership(group_ranks, world.rank, world.size)
         if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank < 0:
             raise UsageError(f"local_rank must be the index of a device, not {local_rank!r}")
         # Taking a name counts it. Find this rank's mistakes first, or its count would differ from the other ranks'.
         device_of(torch_distributed_backend, local_rank)
-        name = unique_name(group_name, store, membership.rank, settings.create_timeout_s, world.epoch)
+        name = GroupNames.of(world, settings.create_timeout_s, membership.everyone).take(group_name)
         (parts,) = create_parts(
             [GroupPlan(name, group_ranks, membership)],
             world=world,
@@ -201,28 +200,28 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             raise UsageError(
                 "world must be a group of torch's world; a stateless group has other ranks, and no ParallelGroups"
             )
-        store, rank, settings = world.store, world.rank, permitted(settings)
+        rank, settings = world.rank, permitted(settings)
         limit_s = settings.create_timeout_s if create_timeout_s is None else create_timeout_s
-        bases = list(tables)
-        round_name, names = next_names("layout", bases, store, rank, limit_s, world.epoch)
+        counted = GroupNames.of(world, limit_s, range(world.size))
+        round_name, names = counted.take_round("layout", list(tables))
         plans = [
             GroupPlan(name, table, find_membership(table, rank, world.size))
             for name, table in zip(names, tables.values(), strict=True)
         ]
-        made = create_parts(
-            plans,
-            world=world,
-            what=what,
-            round_name=round_name,
-            facts=facts,
-            local_rank=local_rank,
-            backend=backend,
-            use_device_communicator=True,
-            settings=settings,
-            on_agreed=lambda: use_names(bases, store, rank, limit_s),
-            host_ids=None if beside is None else beside._parts.host_ids,  # noqa: SLF001 - ours
-            create_timeout_s=create_timeout_s,
-        )
+        with counted.caught_up():
+            made = create_parts(
+                plans,
+                world=world,
+                what=what,
+                round_name=round_name,
+                facts=facts,
+                local_rank=local_rank,
+                backend=backend,
+                use_device_communicator=True,
+                settings=settings,
+                host_ids=None if beside is None else beside._parts.host_ids,  # noqa: SLF001 - ours
+                create_timeout_s=create_timeout_s,
+            )
         groups = []
         with kept(made):
             for plan, parts in zip(plans, made, strict=True):

@@ -17,7 +17,7 @@ from benchmarks.results import BenchmarkError
 from coordinator.bootstrap.agreement import outcomes
 from coordinator.bootstrap.agreement.agreeing import agree
 from coordinator.bootstrap.agreement.attendance import Attendance
-from coordinator.bootstrap.group_names import next_names, use_names
+from coordinator.bootstrap.group_names import GroupNames
 from shm_broadcast.liveness import PeerWatch
 
 __all__ = ["WAKING", "Request", "Round", "record"]
@@ -61,7 +61,7 @@ class Round:
         told: What one asks that waits for it, from the wait on.
         ending_s: Processor time of the last one, and of another one, behind its last answer.
         told_s: See there.
-        behind: What each asks between this agreement and the next step.
+        behind: What each asks between this agreement and the next one.
     """
 
     first: list[Request]
@@ -115,13 +115,8 @@ def record(ranks: int) -> list[Round]:
     rows = [list(range(first, first + RANKS_PER_HOST)) for first in range(0, ranks, RANKS_PER_HOST)]
     layout = _record_agreement(ranks, {"group_ranks": str([rows] * len(GROUPS))}, NOTE, has_watch=True)
     names = _Recorder(dist.HashStore())
-    next_names("layout", GROUPS, names, 0, LIMIT_S)  # type: ignore[arg-type]
-    asked = len(names.requests)
-    use_names(GROUPS, names, 0, LIMIT_S)  # type: ignore[arg-type]
-    return [
-        dataclasses.replace(world, behind=names.requests[:asked]),
-        dataclasses.replace(layout, behind=names.requests[asked:]),
-    ]
+    GroupNames(names, 0, LIMIT_S).take_round("layout", GROUPS)  # type: ignore[arg-type]
+    return [dataclasses.replace(world, behind=names.requests), layout]
 
 
 def _record_agreement(ranks: int, facts: dict[str, str], note: str, *, has_watch: bool) -> Round:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Final
@@ -53,7 +53,6 @@ def create_parts(
     use_device_communicator: bool,
     settings: CoordinatorSettings,
     host_ids: Mapping[int, str] | None = None,
-    on_agreed: Callable[[], None] | None = None,
     create_timeout_s: float | None = None,
 ) -> list[GroupParts]:
     """Create this rank's groups in one step. Collective over all ranks of every plan.
@@ -73,7 +72,6 @@ def create_parts(
         use_device_communicator: Whether tensor operations may use a communicator written for the device.
         settings: Settings of every group.
         host_ids: Host id of each rank, if already known.
-        on_agreed: Called when the ranks have agreed.
         create_timeout_s: How long this creation may take, in seconds; None for what the settings say. What the groups
             do later has the deadlines of the settings.
     """
@@ -92,7 +90,7 @@ def create_parts(
     everyone = sorted(named or range(world.size))
     stores = [dist.PrefixStore(f"group_coordinator/{plan.name}", store) for plan in plans]
     builders, unbuilt, agreed = list[GroupBuilder](), list[WorldStatusStore](), threading.Event()
-    to_call, made = [on_agreed or _nothing], list[GroupParts]()
+    made = list[GroupParts]()
     with kept(made), ExitStack() as offered:
         try:
             regions = [prepare_region(plan, host_ids or {}, offered) for plan in plans]
@@ -101,7 +99,6 @@ def create_parts(
             own = View(every_fact, this_process(), address, shared_memory.host_id(), offers)
             started = time.perf_counter()
             views = _agree(world, prefix, what, everyone, own, brief, agreed)
-            _call(to_call)
             agreement_s = time.perf_counter() - started
             given = partial(GroupBuilder, world=world, device=device, backend=backend, settings=settings)
             for plan, region, own_store in zip(plans, regions, stores, strict=True):
@@ -116,8 +113,7 @@ def create_parts(
             made += [builder.connect(*how) for builder in builders]
         except BaseException as error:
             if agreed.is_set():
-                # An interrupt may come when all have just agreed: the others count the names, and wait in the groups.
-                _call(to_call)
+                # An interrupt may come when all have just agreed: the others wait in the groups.
                 unbuilt = [status_store(*each) for each in zip(plans, stores, strict=True)][len(builders) :]
             give_up(builders, error, unbuilt)
             raise
@@ -196,16 +192,6 @@ def _begin(world: World, settings: CoordinatorSettings, scoped: dist.Store, what
     except CommError as error:
         decline(scoped, what, world.rank, error)
         raise
-
-
-def _nothing() -> None:
-    """Do nothing, where nobody wants to know that the ranks have agreed."""
-
-
-def _call(functions: list[Callable[[], None]]) -> None:
-    """Call each of `functions` once, also if this is called again after an interrupt."""
-    while functions:
-        functions.pop()()
 
 
 def _share(builders: Sequence[GroupBuilder]) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
-import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Final
 
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import ask_store
-from shm_broadcast.errors import UsageError
+from coordinator.bootstrap.agreement.agreeing import EXPLAIN_S
+from coordinator.bootstrap.blocking_calls import ask_store, raise_if_lost
+from coordinator.bootstrap.world import World
+from shm_broadcast.errors import CommTimeoutError, DisagreementError, NativeError, PeerLostError, UsageError
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
 
-_decoder: Final = msgspec.json.Decoder(dict[str, int])
-# Only this rank changes its counts, but two of its threads may create groups at the same time.
-_lock: Final = threading.Lock()
+__all__ = ["GroupNames"]
+
+_counts_decoder: Final = msgspec.json.Decoder(dict[str, int])
+_facts_decoder: Final = msgspec.json.Decoder(dict[str, str])
 # No name of a group has a colon. What stands here differs in every value that is written.
 _MARK: Final = ":"
 _MARK_BITS: Final = 62
@@ -24,71 +30,142 @@ _MARK_BITS: Final = 62
 _written: Final = weakref.WeakKeyDictionary[dist.Store, bytes]()
 
 
-def unique_name(name: str | None, store: dist.Store, rank: int, timeout_s: float, epoch: int = 0) -> str:
-    """Return `name` followed by the number of times that this rank has taken the name before: `tp:0`, `tp:1`.
+@dataclasses.dataclass(frozen=True)
+class GroupNames:
+    """Counts the names of the groups that this rank creates in one world.
 
-    The name is counted before its group is created, and stays counted if the creation fails. Ranks that make the same
-    attempts therefore get the same names, even if only some of them saw an attempt fail. The counts are kept in the
-    world's store, so in a new world all ranks start from 0.
+    The counts are kept in the world's store, so in a new world all ranks start from 0. Threads may count at the same
+    time; each then gets names of its own.
 
-    Args:
-        name: The caller's name for the group; None means "group".
+    Attributes:
         store: The world's store.
         rank: This process's global rank.
         timeout_s: How long to wait for the store's answer, in seconds.
         epoch: That of the world; from the first change of members on it ends the name: `tp:0@1`.
+        processes: The processes that an error may name, by rank: those of the group, and of rank 0, which may serve the
+            store.
     """
-    return _in_epoch(_count({"group" if name is None else name: 1}, store, rank, timeout_s), epoch)[0]
 
+    store: dist.Store
+    rank: int
+    timeout_s: float
+    epoch: int = 0
+    processes: Mapping[int, ProcessIdentity] = dataclasses.field(default_factory=dict)
 
-def next_names(
-    round_name: str, names: Sequence[str], store: dist.Store, rank: int, timeout_s: float, epoch: int = 0
-) -> tuple[str, list[str]]:
-    """Return a unique name for this round of agreement, and the unique names that `names` get if the ranks agree.
+    @classmethod
+    def of(cls, world: World, timeout_s: float, ranks: Collection[int]) -> GroupNames:
+        """Return what counts the names in `world` of groups of `ranks`."""
+        processes = world.processes_of({0, *ranks})
+        return cls(world.store, world.rank, timeout_s, world.epoch, processes)
 
-    Only `use_names` counts the group names. Ranks that disagree may have asked for different groups; if they counted
-    them, their numbers would diverge.
-    """
-    unique, *found = _count({round_name: 1, **dict.fromkeys(names, 0)}, store, rank, timeout_s)
-    return unique, _in_epoch(found, epoch)
+    def take(self, name: str | None) -> str:
+        """Return `name` followed by the number of times that this rank has taken the name before: `tp:0`, `tp:1`.
 
+        The name is counted before its group is created, and stays counted if the creation fails. Ranks that make the
+        same attempts therefore get the same names, even if only some of them saw an attempt fail.
 
-def use_names(names: Sequence[str], store: dist.Store, rank: int, timeout_s: float) -> None:
-    """Count `names` as used, after their groups have been agreed on."""
-    _count(dict.fromkeys(names, 1), store, rank, timeout_s)
+        Args:
+            name: The caller's name for the group; None means "group".
 
+        Raises:
+            PeerLostError: The store is gone, and one of `processes` has ended.
+            NativeError: The store is gone, and none of them has.
+            CommTimeoutError: The store did not answer; `.missing` names those of `processes` that are stopped.
+        """
+        base = "group" if name is None else name
+        return self._in_epoch(self._take([base]))[0]
 
-def _in_epoch(names: list[str], epoch: int) -> list[str]:
-    """Return the names of groups in an epoch: a process has groups of several epochs while it changes to the next."""
-    return [f"{name}@{epoch}" for name in names] if epoch else names
+    def take_round(self, round_name: str, names: Sequence[str]) -> tuple[str, list[str]]:
+        """Return a unique name for this round of agreement, and one for each of its groups; errors as of `take`.
 
+        The counts of ranks that ask for different groups in one round differ afterwards; see `catch_up`.
+        """
+        unique, *taken = self._take([round_name, *names])
+        return unique, self._in_epoch(taken)
 
-def _count(added: Mapping[str, int], store: dist.Store, rank: int, timeout_s: float) -> list[str]:
-    """Add `added` to the count of each name; return each as `name:count`, with the count before the addition.
+    @contextmanager
+    def caught_up(self) -> Iterator[None]:
+        """Catch up with the other ranks if a round disagrees, which is the block."""
+        try:
+            yield
+        except DisagreementError as error:
+            # If the store does not answer, the next round tells the ranks once more that they differ.
+            with suppress(CommTimeoutError, NativeError, PeerLostError):
+                self.catch_up(error.views.values())
+            raise
 
-    All counts of a rank are one value, so the number of names does not change how often the store is asked. It is asked
-    once where this rank has asked it before: it then knows what it has written.
-    """
-    for base in added:
-        if not isinstance(base, str) or not base.isprintable() or not base or ":" in base:
-            raise UsageError(f"group_name must be printable text without a colon, not {base!r}")
+    def catch_up(self, views: Iterable[str]) -> None:
+        """Count the names of all groups that ranks have asked for which disagree; errors as of `take`.
 
-    def count() -> list[str]:
-        key = f"group_coordinator/created/{rank}"
-        with _lock:
+        All ranks get the same views. Their next round then has the same names, whatever each has counted before.
+
+        Args:
+            views: As of `DisagreementError.views`.
+        """
+        asked = [name for view in views for name in _facts_decoder.decode(view).get("groups", "").split(", ")]
+        taken = [name.partition("@")[0].rpartition(":") for name in asked if name]
+
+        def raised(counts: dict[str, int]) -> dict[str, int]:
+            for base, _, number in taken:
+                counts[base] = max(counts.get(base, 0), int(number) + 1)
+            return counts
+
+        self._change(raised, sorted({base for base, _, _ in taken}))
+
+    def _take(self, bases: Sequence[str]) -> list[str]:
+        """Count each of `bases` once; return each as `base:count`, with the count before."""
+        for base in bases:
+            if not isinstance(base, str) or not base.isprintable() or not base or ":" in base:
+                raise UsageError(f"group_name must be printable text without a colon, not {base!r}")
+        before = self._change(
+            lambda counts: counts | {base: counts.get(base, 0) + 1 for base in bases}, bases
+        )
+        return [f"{base}:{before.get(base, 0)}" for base in bases]
+
+    def _in_epoch(self, names: list[str]) -> list[str]:
+        """Return the names of groups in the epoch: a process has groups of several while it changes to the next."""
+        return [f"{name}@{self.epoch}" for name in names] if self.epoch else names
+
+    def _change(
+        self, changed: Callable[[dict[str, int]], dict[str, int]], bases: Collection[str]
+    ) -> dict[str, int]:
+        """Replace this rank's counts by `changed` of them; return those before. `bases` are named in errors.
+
+        All counts of a rank are one value, so the number of names does not change how often the store is asked. It is
+        asked once where this rank has asked it before: it then knows what it has written. Only this rank changes its
+        counts, but two of its threads may do so at the same time: one of them then finds the other one's.
+        """
+        store, key = self.store, f"group_coordinator/created/{self.rank}"
+
+        def change() -> dict[str, int]:
             known = _written.get(store, b"")
             while True:
-                counts = _decoder.decode(known or b"{}")
-                names = [f"{base}:{counts.get(base, 0)}" for base in added]
-                counts |= {base: counts.get(base, 0) + number for base, number in added.items() if number}
+                counts = _counts_decoder.decode(known or b"{}")
                 # Its value is this call's own, so that a store which already holds it cannot seem to have taken it now.
-                own = msgspec.json.encode({**counts, _MARK: secrets.randbits(_MARK_BITS)})
+                marked = {**changed(dict(counts)), _MARK: secrets.randbits(_MARK_BITS)}
+                own = msgspec.json.encode(marked)
                 found = store.compare_set(key, known.decode(), own.decode())
                 if found == own:
                     _written[store] = own
-                    return names
+                    return counts
                 # The store has another value, and returns it; or none, and returns what was expected.
                 known = b"" if found == known else found
 
-    where = f"creating group {' and '.join(map(repr, added))} (rank {rank})"
-    return ask_store(count, where, timeout_s)
+        where = f"creating group {' and '.join(map(repr, bases))} (rank {self.rank})"
+        try:
+            return ask_store(change, where, self.timeout_s)
+        except NativeError:
+            # The process that serves the store is gone. Give it time to appear dead, so that the error can name it.
+            time.sleep(EXPLAIN_S)
+            with self._watch() as watch:
+                raise_if_lost(watch, where)
+            raise
+        except CommTimeoutError as error:
+            with self._watch() as watch:
+                stopped = [rank for rank in watch.peers if watch.state(rank) == "stopped"]
+                named = "".join(f"; rank {rank} ({watch.describe(rank)})" for rank in stopped)
+            raise CommTimeoutError(f"{error}{named}", missing=stopped) from error
+
+    def _watch(self) -> closing[PeerWatch]:
+        others = {rank: process for rank, process in self.processes.items() if rank != self.rank}
+        return closing(PeerWatch(this_process(), others))

@@ -147,6 +147,7 @@ def test_ranks_that_wait_for_an_interrupted_one_in_the_creation_learn_of_it() ->
 
 
 PLACES: dict[str, tuple[Any, str]] = {
+    "as soon as it knows that all agree": (creation, "check_plaintext"),
     "before the first group is built": (creation, "GroupBuilder"),
     "while it maps the memory": (GroupBuilder, "share"),
     "while it waits for all to have mapped it": (GroupBuilder, "confirm"),
@@ -215,6 +216,7 @@ def interrupt_at_the_end(rank: int, world_size: int, directory: Path, place: str
 
 
 END_PLACES: dict[str, tuple[Any, str]] = {
+    "as soon as it knows that all agree": (creation, "check_plaintext"),
     "while the offers are withdrawn": (Preparation, "close"),
     "while the group is logged": (logger, "info"),
 }

@@ -17,11 +17,13 @@ the writer back. `enqueue` returns when the queue owns the message.
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from shm_broadcast import _core, awaiting, codec
@@ -48,6 +50,7 @@ from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.status.kept_pages import KeptPages
 from shm_broadcast.status.page import own_page
+from shm_broadcast.threads import made_aside
 from shm_broadcast.timeouts import AnyTimeout, seconds
 from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, take_any
 from shm_broadcast.turn import TakenError, Turn
@@ -144,35 +147,52 @@ class QueueWriter:
         key = new_key() if key is None else key
         if len(key) != KEY_BYTES:
             raise UsageError(f"the key of a queue has {KEY_BYTES} bytes, not {len(key)}")
+        place = None if bind_address is None else (bind_address, port_range)
+
+        make = partial(cls._made, name, ranks, settings, key, writer, far, place, remote)
+        return made_aside(make, lambda made: made.close(0.0), lambda: None)
+
+    @classmethod
+    def _made(
+        cls,
+        name: str,
+        ranks: tuple[int, ...],
+        settings: BroadcastSettings,
+        key: bytes,
+        writer: int,
+        far: Mapping[int, bytes],
+        place: tuple[str, tuple[int, int] | None] | None,
+        remote: RemoteSettings | None,
+    ) -> Self:
         generation = secrets.randbits(63)
         transport: RemoteTransport = NoRemote()
         endpoint = None
-        if bind_address is not None:
-            from shm_broadcast.remote.writer import RemoteWriter
-
-            transport = far_end = RemoteWriter.create(name, far, bind_address, port_range, settings, remote)
-            endpoint = far_end.endpoint
         ring: RingWriter = NoRing()
         handover = None
-        try:
+        with ExitStack() as undo:
+            if place is not None:
+                from shm_broadcast.remote.writer import RemoteWriter
+
+                transport = far_end = RemoteWriter.create(name, far, *place, settings, remote)
+                undo.callback(transport.close)
+                endpoint = far_end.endpoint
             if ranks:
-                ring, handover = _offer_ring(name, ranks, settings, key, generation)
-        except BaseException:
-            transport.close()
-            raise
-        handle = QueueHandle(
-            VERSION,
-            name,
-            generation,
-            "" if handover is None else handover.address,
-            0 if handover is None else segment_bytes(settings.ring_bytes, len(ranks)),
-            ranks,
-            settings.wait,
-            settings.warn_after_s,
-            writer,
-            endpoint,
-        )
-        return cls(ring, transport, handle, key, handover)
+                ring, handover = _offer_ring(name, ranks, settings, key, generation, undo)
+            handle = QueueHandle(
+                VERSION,
+                name,
+                generation,
+                "" if handover is None else handover.address,
+                0 if handover is None else segment_bytes(settings.ring_bytes, len(ranks)),
+                ranks,
+                settings.wait,
+                settings.warn_after_s,
+                writer,
+                endpoint,
+            )
+            made = cls(ring, transport, handle, key, handover)
+            undo.pop_all()
+        return made
 
     def wait_until_ready(self, timeout_s: AnyTimeout = None) -> None:
         """Return when every reader has opened its end.
@@ -308,24 +328,30 @@ class QueueWriter:
 
 
 def _offer_ring(
-    name: str, ranks: tuple[int, ...], settings: BroadcastSettings, key: bytes, generation: int
+    name: str,
+    ranks: tuple[int, ...],
+    settings: BroadcastSettings,
+    key: bytes,
+    generation: int,
+    undo: ExitStack,
 ) -> tuple[RingWriter, Handover]:
+    """Make a ring and offer it to its readers; `undo` closes both."""
     own_page()  # before anything is open that would have to be closed if there is no memory for it
     segment = Segment.create(segment_bytes(settings.ring_bytes, len(ranks)))
+    undo.callback(segment.close)
     _core.ring_format(segment.memory, len(ranks), generation)
     watch = PeerWatch(this_process(), {})
 
     def joined(hello: Hello, descriptor: int) -> None:
         watch.adopt(ranks[hello.member], hello.process, descriptor)
 
-    try:
-        segment.pages = KeptPages()
-        handover = Handover(segment, key, set(range(len(ranks))), joined, segment.pages)
-        handover.start()
-    except BaseException:
-        segment.close()
-        raise
-    return RingWriter(name, segment, ranks, watch, settings), handover
+    segment.pages = KeptPages()
+    ring = RingWriter(name, segment, ranks, watch, settings)
+    undo.callback(ring.close)
+    handover = Handover(segment, key, set(range(len(ranks))), joined, segment.pages)
+    undo.callback(handover.close)
+    handover.start()
+    return ring, handover
 
 
 def _ranks(handle: QueueHandle) -> list[int]:
@@ -380,31 +406,15 @@ class QueueReader:
             handle = QueueHandle.from_bytes(handle, key)
         if rank not in _ranks(handle):
             raise UsageError(f"rank {rank} is no reader of queue {handle.name!r}, which has {_ranks(handle)}")
-        if rank not in handle.ranks:
-            return cls(_open_remote(handle, rank, limit_s, remote_keys), handle)
-        index = handle.ranks.index(rank)
-        own_page()  # as in `_offer_ring`
+        if rank in handle.ranks:
+            end: RingReader | RemoteReader = _open_ring(handle, key, rank, limit_s)
+        else:
+            end = _open_remote(handle, rank, limit_s, remote_keys)
         try:
-            segment, writer, descriptor = take_over(
-                handle.address, key, index, handle.segment_bytes, limit_s, pages=KeptPages()
-            )
-        except (CommTimeoutError, PeerLostError, DecodeError) as error:
-            raise _named(error, handle, rank) from error
-        watch = PeerWatch(this_process(), {})
-        watch.adopt(handle.writer, writer, descriptor)
-        try:
-            readers, generation, _, _ = _core.ring_facts(segment.memory)
-        except _core.MappingError as error:
-            watch.close()
-            segment.close()
-            raise DecodeError(f"queue {handle.name!r}: {error}") from error
-        if generation != handle.generation or readers != len(handle.ranks):
-            watch.close()
-            segment.close()
-            raise DecodeError(f"queue {handle.name!r}: the handle is of another generation")
-        settings = BroadcastSettings(wait=handle.wait, warn_after_s=handle.warn_after_s)
-        ring = RingReader(handle.name, segment, handle.ranks, watch, settings, index, handle.writer)
-        return cls(ring, handle)
+            return cls(end, handle)
+        except BaseException:
+            end.close()
+            raise
 
     @property
     def warns(self) -> bool:
@@ -525,6 +535,55 @@ class QueueReader:
     def __repr__(self) -> str:
         """Name the queue and the rank."""
         return f"<QueueReader {self.handle.name!r} {self._ring.role}>"
+
+
+def _open_ring(handle: QueueHandle, key: bytes, rank: int, timeout_s: float) -> RingReader:
+    """Take the place of `rank` in the ring of a writer on this host."""
+    connections: list[socket.socket] = []
+
+    def hang_up() -> None:
+        """End the wait for the writer's answer."""
+        for connection in connections:
+            with suppress(OSError):  # not connected, or closed already
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def make() -> RingReader:
+        return _taken_ring(handle, key, rank, timeout_s, connections.append)
+
+    return made_aside(make, RingReader.close, hang_up)
+
+
+def _taken_ring(
+    handle: QueueHandle,
+    key: bytes,
+    rank: int,
+    timeout_s: float,
+    connecting: Callable[[socket.socket], None],
+) -> RingReader:
+    own_page()  # as in `_offer_ring`
+    index = handle.ranks.index(rank)
+    try:
+        segment, writer, descriptor = take_over(
+            handle.address, key, index, handle.segment_bytes, timeout_s, 0, KeptPages(), connecting
+        )
+    except (CommTimeoutError, PeerLostError, DecodeError) as error:
+        raise _named(error, handle, rank) from error
+    with ExitStack() as undo:
+        undo.callback(segment.close)
+        watch = PeerWatch(this_process(), {})
+        watch.adopt(handle.writer, writer, descriptor)
+        undo.callback(watch.close)
+        try:
+            readers, generation, _, _ = _core.ring_facts(segment.memory)
+        except _core.MappingError as error:
+            raise DecodeError(f"queue {handle.name!r}: {error}") from error
+        if generation != handle.generation or readers != len(handle.ranks):
+            raise DecodeError(f"queue {handle.name!r}: the handle is of another generation")
+        settings = BroadcastSettings(wait=handle.wait, warn_after_s=handle.warn_after_s)
+        ring = RingReader(handle.name, segment, handle.ranks, watch, settings, index, handle.writer)
+        undo.pop_all()
+    return ring
 
 
 def _open_remote(handle: QueueHandle, rank: int, timeout_s: float, keys: RemoteKeys | None) -> RemoteReader:

@@ -512,6 +512,7 @@ def take_over(
     timeout_s: float,
     later_bytes: int = 0,
     pages: Pages | None = None,
+    connecting: Callable[[socket.socket], None] | None = None,
 ) -> tuple[Segment, ProcessIdentity, int]:
     """Fetch the segment that a `Handover` offers, and map it.
 
@@ -523,6 +524,7 @@ def take_over(
         timeout_s: Deadline in seconds.
         later_bytes: The size that the tail of the segment must have.
         pages: As of `take_descriptor`; closed with the segment.
+        connecting: As of `take_descriptor`.
 
     Returns:
         (segment, identity of the owner's process, pidfd of that process). The caller owns segment and pidfd.
@@ -533,7 +535,7 @@ def take_over(
         DecodeError: The answer did not come from the owner, or it is not a sealed segment of this size.
         CapabilityError: The kernel refuses a descriptor.
     """
-    memory, identity, watch = take_descriptor(address, key, member, timeout_s, pages=pages)
+    memory, identity, watch = take_descriptor(address, key, member, timeout_s, connecting, pages)
     try:
         segment = Segment.adopt(memory, nbytes, later_bytes)
     except BaseException:

@@ -6,13 +6,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from shm_broadcast.errors import CapabilityError
+from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import fork_count
 
-__all__ = ["Aside", "DaemonThread"]
+__all__ = ["Aside", "DaemonThread", "made_aside"]
+
+_Made = TypeVar("_Made")
 
 # A wait looks again this often: a handler that raised in another wait may have kept the lock that tells of the end.
 _LOOK_S: Final = 0.1
@@ -20,8 +22,37 @@ _LOOK_S: Final = 0.1
 _AGAIN_S: Final = 0.02
 
 
+class _Beginning:
+    """Tells `Thread.start` that the thread has begun, in the place of a `threading.Event`.
+
+    An event lets go of a lock before the `try` that takes it back: an error of the lock replaces what a signal handler
+    raises in between. And a handler that raises before its `with` block leaves the lock taken, on which the new thread
+    then waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waits = threading.Lock()
+        self._waits.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._waits.release()
+
+    def wait(self) -> None:
+        while not self._is_set:
+            if self._waits.acquire(timeout=_LOOK_S):
+                self._waits.release()
+
+    def _at_fork_reinit(self) -> None:
+        """Do nothing: in a forked child nobody waits for a thread to begin."""
+
+
 class DaemonThread(threading.Thread):
-    """A daemon thread that can be joined again after a signal handler has raised in `join`.
+    """A daemon thread that can be started and joined beside signal handlers that raise.
 
     Before Python 3.13 `Thread.join` takes a thread that still runs for ended when a handler raises in it: it finds the
     lock held by which the thread's end is told, and takes that for its own. If the thread ends just then, a
@@ -31,6 +62,7 @@ class DaemonThread(threading.Thread):
     def __init__(self, target: Callable[..., object], name: str, args: Iterable[Any] = ()) -> None:
         """Start nothing yet."""
         super().__init__(target=target, name=name, args=args, daemon=True)
+        self._started = _Beginning()
         self._forks = fork_count()
         self._has_ended = False
         self._runs = threading.Lock()
@@ -117,7 +149,7 @@ class Aside:
             finally:
                 del error  # its traceback holds this frame
 
-    def settle(self, abort: Callable[[], None]) -> None:
+    def settle(self, abort: Callable[[], object]) -> None:
         """Wait for the end of a step that `run` no longer waits for; `abort` makes it end soon. Idempotent."""
         self._is_cancelled = True
         thread = self._thread
@@ -125,3 +157,57 @@ class Aside:
             abort()
             thread.join(_AGAIN_S)
         self._thread = self._error = None
+
+
+def made_aside(
+    make: Callable[[], _Made], drop: Callable[[_Made], object], abort: Callable[[], object]
+) -> _Made:
+    """Return what `make` makes. What a signal handler raises meanwhile arrives as it is, and nothing stays open.
+
+    Only the main thread runs handlers: there, `make` runs on a thread of its own. It must need no lock of the caller's.
+    The caller stores or returns the result in a statement that calls nothing else.
+
+    Args:
+        make: Opens descriptors and starts threads, which its result owns; if it raises, it leaves nothing.
+        drop: Closes a result that nobody gets.
+        abort: Lets `make` end soon; called repeatedly until it has ended.
+
+    Raises:
+        CapabilityError: This process can have no further thread.
+        UsageError: A handler has forked inside of this call, and this is the child.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return make()
+    made: list[_Made] = []
+    aside, forks, is_given_up = Aside(), fork_count(), False
+
+    def step() -> None:
+        made.append(make())
+        if is_given_up:
+            discard()
+
+    def discard() -> None:
+        # Whoever takes it out closes it: this thread, or the other one that no longer waits.
+        try:
+            each = made.pop()
+        except IndexError:
+            return
+        drop(each)
+
+    try:
+        aside.run(step)
+        _check_parent(forks)
+        return made[0]
+    except BaseException:
+        is_given_up = True
+        try:
+            aside.settle(abort)
+        finally:
+            discard()
+        raise
+
+
+def _check_parent(forks: int) -> None:
+    """Raise if this is a child that was forked since the fork count was `forks`."""
+    if forks != fork_count():
+        raise UsageError("a signal handler has forked this process while something was made for the parent")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ from shm_broadcast.remote.news import News
 from shm_broadcast.remote.wire import Context
 from shm_broadcast.reports.log_fields import LogFields, log_fields
 from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.threads import DaemonThread
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -58,10 +58,9 @@ class RemoteEnd(ABC):
         self._lock = threading.RLock()
         self._finishing = threading.RLock()  # held by the thread that does what `close` has to do
         self._is_serving = False
-        self._is_over = False  # the thread uses nothing of this end any more, except for the lock
         self._news = News()  # told with the lock held
         self._cause: BaseException | None = None  # the failure that has been raised
-        self._thread = threading.Thread(target=self._serve, name="group-coordinator-remote", daemon=True)
+        self._thread = DaemonThread(self._serve, "group-coordinator-remote")
 
     @property
     @abstractmethod
@@ -172,10 +171,6 @@ class RemoteEnd(ABC):
             broken = InternalError(f"the thread of queue {self.name!r} failed: {error!r}")
             broken.__cause__ = error
             self._break(broken)
-        finally:
-            with self._lock:
-                self._is_over = True
-                self._news.tell()
 
     def _stop_thread(self, waker: int) -> None:
         """Let the thread end, which sleeps on the eventfd `waker`, and wait for that. Can be done again."""
@@ -183,10 +178,8 @@ class RemoteEnd(ABC):
             self._is_stopping = True
             is_serving = self._is_serving
         if is_serving:
-            if not self._is_over:
+            if self._thread.is_alive():
                 os.eventfd_write(waker, 1)
-            # Not `join` alone: when a signal handler raises in it, Python takes the thread for ended, which still runs.
-            self._news.await_until(math.inf, lambda: self._is_over)
             self._thread.join()
 
     def _end_context(self, context: Context) -> None:

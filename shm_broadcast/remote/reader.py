@@ -35,6 +35,7 @@ from shm_broadcast.remote.reads import RemoteReads
 from shm_broadcast.remote.wire import Context, Kind, Record, connect, identity_of, new_context, pack, unpack
 from shm_broadcast.reports.statistics import QueueStatistics, ReaderStatistics
 from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.threads import made_aside
 
 # Records that the thread receives before it releases the lock, so that a reading call does not wait long.
 _BATCH: Final = 256
@@ -132,9 +133,10 @@ class RemoteReader(RemoteReads):
             raise UsageError(
                 f"rank {rank} is not a remote reader of queue {name!r}; its remote ranks are {endpoint.ranks}"
             )
-        reader = cls(endpoint, keys, rank, name, settings or BroadcastSettings(), writer)
+        make = partial(cls, endpoint, keys, rank, name, settings or BroadcastSettings(), writer)
+        reader = made_aside(make, cls.close, lambda: None)
         try:
-            reader._await_welcome(timeout_s)
+            reader._await_welcome(timeout_s)  # noqa: SLF001 - the same class
         except BaseException:
             reader.close()
             raise
@@ -164,7 +166,7 @@ class RemoteReader(RemoteReads):
             with self._lock:
                 self.check(call)
                 if self._signal < 0:
-                    self._signal = new_eventfd()
+                    self._signal = made_aside(new_eventfd, os.close, lambda: None)
                     # Wakes the thread, which from now on receives messages when they come.
                     os.eventfd_write(self._stop, 1)
                     self._settle()

@@ -26,6 +26,7 @@ from shm_broadcast.ring.wait import SLICE_NS
 from shm_broadcast.ring.writer import RingEnd, nanoseconds
 from shm_broadcast.segment import Segment
 from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.threads import made_aside
 
 # `ring_wait` returns these numbers.
 _DATA, _ENDED = 1, 2
@@ -121,7 +122,10 @@ class RingReader(RingEnd):
             )
         with self._signals:
             if self._signal is None:
-                self._signal = ReadSignal(self, self._memory, self._index)
+                memory, index = self._memory, self._index
+                self._signal = made_aside(
+                    lambda: ReadSignal(self, memory, index), ReadSignal.end, lambda: None
+                )
             try:
                 self._signal.begin(self.endpoint)
             except BaseException:

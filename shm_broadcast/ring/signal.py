@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from shm_broadcast import _core
 from shm_broadcast.descriptors import new_eventfd, refuse_if_full
 from shm_broadcast.liveness import fork_count
+from shm_broadcast.threads import DaemonThread
 
 # How often the thread asks whether the writer's process has ended.
 _SLICE_NS: Final = 400_000_000
@@ -56,7 +57,7 @@ class ReadSignal:
         self._ending = threading.RLock()
         self._forks = fork_count()
         self._has_begun = False
-        self._threads: list[threading.Thread] = []
+        self._threads: list[DaemonThread] = []
 
     def begin(self, endpoint: _core.ReadEndpoint) -> None:
         """Start the thread, and let `endpoint` settle the descriptor. Goes on where a signal handler interrupted it."""
@@ -65,9 +66,7 @@ class ReadSignal:
         _signals.add(self)
         if not self._owner:
             # One that was started by an interrupted call serves; another one then ends at once.
-            thread = threading.Thread(
-                target=_serve, args=(self,), name="group-coordinator-fileno", daemon=True
-            )
+            thread = DaemonThread(_serve, "group-coordinator-fileno", (self,))
             self._threads.append(thread)
             thread.start()
         try:

@@ -14,11 +14,14 @@ __all__ = ["KeptPages"]
 class _Kept:
     """The descriptor of a page, which is open as long as somebody keeps it."""
 
+    _descriptor: int = -1
+
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
 
 # By device and inode: ranks that share several groups and queues keep one descriptor of each other's page. Two threads

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from shm_broadcast.errors import ClosedError, GroupBrokenError, InternalError
+from shm_broadcast.errors import CapabilityError, ClosedError, GroupBrokenError, InternalError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.reports.log_fields import LogFields
 from shm_broadcast.ring.signal import _end_all
@@ -126,19 +126,31 @@ def test_a_close_before_the_descriptor_is_duplicated_ends_the_call(*, is_reused:
 
 
 @pytest.mark.guarantee("B14")
-def test_a_thread_that_cannot_be_started_leaves_no_descriptor() -> None:
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("group-coordinator-descriptors", CapabilityError), ("group-coordinator-fileno", RuntimeError)],
+    ids=["the one that opens the descriptor", "the one that serves it"],
+)
+def test_a_thread_that_cannot_be_started_leaves_no_descriptor(name: str, error: type[Exception]) -> None:
     """`fileno` raises and may be called again; `close` closes what was made."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("no thread")
+        start(thread)
+
+    failing = mock.patch.object(threading.Thread, "start", refuse)
     with queue() as (writer, [reader]):
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(2):
-            failing = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no thread"))
-            with failing, pytest.raises(RuntimeError, match="no thread"):
+            with failing, pytest.raises(error, match="no thread"):
                 reader.fileno()
         unread(writer, reader)
         reader.close()
         assert len(os.listdir("/proc/self/fd")) < before
     with queue() as (_, [reader]):
-        with failing, pytest.raises(RuntimeError, match="no thread"):
+        with failing, pytest.raises(error, match="no thread"):
             reader.fileno()
         reader.close()  # the test's fixture looks for what is left
 

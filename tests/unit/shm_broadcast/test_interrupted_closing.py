@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from itertools import count
 
 import pytest
@@ -11,7 +12,11 @@ from shm_broadcast.queue import QueueReader, QueueWriter
 from tests.handlers import handling_at, raising_at
 from tests.queues import fill, queue
 
-RING = tuple(f"shm_broadcast/ring/{name}.py" for name in ("reader", "signal", "writer"))
+PLACES = (
+    *(f"shm_broadcast/ring/{name}.py" for name in ("reader", "signal", "writer")),
+    "shm_broadcast/threads.py",
+    "/threading.py",
+)
 
 
 def has_ended(end: QueueWriter | QueueReader, peer: QueueWriter | QueueReader) -> bool:
@@ -37,13 +42,14 @@ def test_a_close_that_a_handler_interrupts_is_finished(kind: str, what: str) -> 
             end, peer = (writer, reader) if kind == "writer" else (reader, writer)
             if kind == "reader with a descriptor":
                 reader.fileno()
-            before = len(os.listdir("/proc/self/fd"))
+            before, start = len(os.listdir("/proc/self/fd")), time.monotonic()
             came = (
-                raising_at(step, end.close, RING)
+                raising_at(step, end.close, PLACES)
                 if what == "raises"
-                else handling_at(step, end.close, end.close, RING)
+                else handling_at(step, end.close, end.close, PLACES)
             )
             end.close()
+            assert time.monotonic() - start < 3.0
             assert len(os.listdir("/proc/self/fd")) < before
             assert not [each for each in threading.enumerate() if each.name == "group-coordinator-fileno"]
             assert has_ended(end, peer)

@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 
 import pytest
 
 from shm_broadcast.threads import Aside, DaemonThread
-from tests.handlers import Interrupt
+from tests.handlers import Interrupt, raising_at
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -24,6 +26,19 @@ def strike() -> Iterator[Callable[[float], None]]:
     yield lambda after_s: signal.setitimer(signal.ITIMER_REAL, after_s) and None
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.guarantee("R14")
+def test_a_start_that_is_interrupted_at_any_place_leaves_no_thread() -> None:
+    """What a handler raises in the wait for its beginning arrives as it is; the thread begins and ends all the same."""
+    before = len(os.listdir("/proc/self/task"))
+    for step in count():
+        thread = DaemonThread(lambda: None, "test")
+        came = raising_at(step, thread.start, ("/threading.py", "shm_broadcast/threads.py"))
+        wait_until(lambda: len(os.listdir("/proc/self/task")) <= before, f"the end of step {step}", 5.0)
+        if not came:
+            break
+    assert step > 5
 
 
 def test_a_thread_whose_join_was_interrupted_is_alive_and_joined_again(

@@ -48,10 +48,10 @@ def _missed(job: Job) -> dict[Node, list[str]]:
             group = next((each for each in reversed(process.page.groups) if each.name == name), None)
             if group is None:
                 continue
-            for place in (place for place, state in states.items() if state == "dead"):
-                other = job.member(group, place)
-                theirs = job.group_of(other, key_of(group))
-                if theirs is None or theirs.state != "left":
+            for rank in (rank for rank, state in states.items() if state == "dead"):
+                other = job.with_rank(group, rank)
+                theirs = None if other is None else job.group_of(other, key_of(group))
+                if other is not None and (theirs is None or theirs.state != "left"):
                     found.setdefault(other, []).append(f"{job.name(node)} saw that its process had ended")
     for node, failure in job.failures():
         if failure.kind in ("lost", "interrupted"):

@@ -23,8 +23,9 @@ Node = int
 That is -1 - rank, or `_STRANGERS` and below for a member of a group that is no known rank of the world.
 """
 
-# Below the numbers of all ranks, which have 32 bits.
-_STRANGERS: Final = -(1 << 33)
+_MOST_RANK: Final = 1 << 32
+# Below the numbers of all ranks.
+_STRANGERS: Final = -2 * _MOST_RANK
 
 
 def folded(detail: int) -> int:
@@ -133,11 +134,12 @@ class Job:
                 return hiding[0]
         return self._strangers.setdefault((key_of(group), rank), _STRANGERS - len(self._strangers))
 
-    def _of_rank(self, group: Group, rank: int) -> Node | None:
+    def with_rank(self, group: Group, rank: int) -> Node | None:
         """Return who has a rank in a group; None if nobody has."""
         if rank in group.ranks:
             return self.member(group, group.ranks.index(rank))
-        if group.world_size <= len(group.ranks):
+        # A hostile dump may state any number.
+        if group.world_size <= len(group.ranks) or not 0 <= rank < _MOST_RANK:
             return None
         if self._counts_as_the_world(group):
             for place, node in self._members.get(key_of(group), {}).items():
@@ -301,7 +303,7 @@ class Job:
         group = self.broken(failure, node)
         if group is None:
             return []
-        found = (self._of_rank(group, rank) for rank in failure.ranks)
+        found = (self.with_rank(group, rank) for rank in failure.ranks)
         return [each for each in found if each is not None]
 
 

@@ -221,15 +221,8 @@ def _process_of(dump: FailureDump) -> Process:
     failure = Failure(
         dump.group, dump.kind, dump.ranks, dump.by, dump.operation, dump.within_s, dump.detail or dump.text
     )
-    group = next((each for each in reversed(page.groups) if each.name == dump.group), None)
-    states = {}
-    if group is not None:
-        states = {
-            group.ranks.index(rank): state for rank, state in dump.others.items() if rank in group.ranks
-        }
-    return Process(
-        page, "dump", "alive", dump.monotonic_ns, (failure,), {dump.group: states} if states else {}
-    )
+    others = {dump.group: dump.others} if dump.others else {}
+    return Process(page, "dump", "alive", dump.monotonic_ns, (failure,), others)
 
 
 def _state_now(page: Page) -> ProcessState:

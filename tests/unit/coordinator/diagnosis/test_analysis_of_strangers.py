@@ -126,6 +126,25 @@ def test_a_failure_record_names_a_rank_that_no_page_of_its_group_names(
     assert [culprit.pid for culprit in found.culprits] == ([4258] if is_seen else [None])
 
 
+def test_who_was_seen_dead_is_named_though_no_page_of_its_group_names_it() -> None:
+    """A rank saw that the process of rank 258 had ended; it has left no page."""
+    ranks = many(258)
+    seen = ranks[0].process(others={"world:0": {1: "alive", 258: "dead"}})
+    found = first(seen, *(rank.process() for rank in ranks[1:] if rank.rank != 258))
+    assert (found.rule, found.ranks) == ("dead", (258,))
+    assert "rank 0 saw that its process had ended" in found.details
+
+
+@pytest.mark.guarantee("W4")
+@pytest.mark.parametrize("rank", [-1, -3, 1 << 32, 1 << 40, -(1 << 60)])
+def test_a_hostile_dump_of_a_large_group_names_nobody_by_a_number_that_is_no_rank(rank: int) -> None:
+    """It stands in the failure record and among the states of processes."""
+    page = many()[0]
+    failure = Failure("world:0", "lost", (rank,), 0, "all_reduce #2")
+    process = page.process(failures=(failure,), others={"world:0": {rank: "dead"}})
+    assert [found.rule for found in judge(Evidence((process,))).findings] == ["root cause"]
+
+
 def test_a_wait_for_a_single_rank_that_no_page_of_its_group_names() -> None:
     """Rank 0 receives from rank 258, which is in no call."""
     ranks = many(*MANY)

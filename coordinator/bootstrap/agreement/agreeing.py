@@ -192,8 +192,9 @@ class _Agreement:
     _agreed: threading.Event
     _reported: PeerWatch | None
     _check_store: Callable[[], None]
-    # Whether the others may have seen this rank.
-    _has_joined: bool = False
+    # Holds whether the others may have seen this rank, once that is decided: by the thread that joins, or by the caller
+    # that leaves. Of two that set one key of a dict by default the first counts, and no handler can strike within that.
+    _joins: dict[str, bool] = dataclasses.field(default_factory=dict)
     _started: float = dataclasses.field(default_factory=time.monotonic)
     _next_look_s: float = LOOK_EVERY_S
     _next_claim_s: float = 0.0
@@ -212,7 +213,8 @@ class _Agreement:
         self._mates = PeerWatch(self._view.process, {})
 
     def close(self) -> None:
-        """Watch nobody any more, and let the other thread end. Waits shortly for that."""
+        """Watch nobody any more, and let the other thread end, which joins no more. Waits shortly for that."""
+        self._joins.setdefault("joins", False)
         self._over.set()
         if self._has_begun:
             # Whoever leaves the world next removes its file, and torch looks for that until its deadline.
@@ -233,7 +235,8 @@ class _Agreement:
 
     def _exchange(self, store: dist.Store) -> Views:
         attendance = Attendance(store, self._rank, self._ranks)
-        self._has_joined = True
+        if not self._joins.setdefault("joins", True):
+            raise self._cancelled()
         outcome = self._compare(store, attendance)
         if self._watch is None:
             attendance.introduce(self._view.process.boot_id)
@@ -368,7 +371,7 @@ class _Agreement:
 
     def _look(self) -> None:
         """Watch those on this kernel that have come."""
-        if not self._has_joined:
+        if not self._joins.get("joins"):
             return
         attendance = Attendance(self._store, self._rank, self._ranks)
         mates = set(attendance.mates(self._view.process.boot_id)) - {self._rank, *self._seen}
@@ -411,8 +414,8 @@ class _Agreement:
         )
 
     def _tell(self, failure_of: Callable[[int], Failure], within_s: float) -> None:
-        """Tell the others of a failure, if they may have seen this rank, and have not agreed."""
-        if not self._has_joined:
+        """Tell the others of a failure, if they may have seen this rank, and have not agreed; else it joins no more."""
+        if not self._joins.setdefault("joins", False):
             return
 
         def tell() -> None:

@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,34 @@ class FailingStore:
             return getattr(self._store, name)(*args)
 
         return ask
+
+
+@pytest.mark.guarantee("G37")
+def test_a_rank_that_leaves_while_it_connects_does_not_come(store_of: StoreOf) -> None:
+    """Its thread may be in the connection for seconds. The others must not take it for one that has agreed."""
+    store, connecting, left, ended = store_of(), threading.Event(), threading.Event(), threading.Event()
+
+    @contextmanager
+    def connect() -> Iterator[dist.Store]:
+        connecting.set()
+        left.wait()
+        try:
+            yield store
+        finally:
+            ended.set()
+
+    def interrupt() -> None:
+        connecting.wait()
+        raise KeyboardInterrupt
+
+    with closing(PeerWatch(this_process(), {})) as watch:
+        watch.look_with(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            agree(store, "group 'tp:0'", 1, [0, 1], view(), 60.0, watch, connect=connect)
+        left.set()
+        assert ended.wait(PROMPT_S)
+    assert Attendance(store, 1, [0, 1]).present() == []
+    assert not store.check(["view/1"])
 
 
 def test_a_store_that_is_gone_is_a_native_error() -> None:

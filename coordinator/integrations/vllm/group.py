@@ -17,7 +17,10 @@ from coordinator.integrations.vllm.announcement import announce
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
 from coordinator.settings import CoordinatorSettings
 from device_comm import checks
+from device_comm.health import Operation
+from device_comm.process_group import in_stages
 from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["STATE", "VllmGroupCoordinator"]
 
@@ -26,6 +29,8 @@ STATE: Final = "vllm.distributed.parallel_state"
 # vLLM makes its queues after each rank has loaded its weights, and one host may read them from a cold disk for long
 # after the others. torch's process groups, which vLLM would use, wait for half an hour.
 LOADING_S: Final = 1800.0
+# A queue takes several calls. What interrupts a rank between two of them breaks the group: the others wait in the next.
+_CREATION: Final = Operation("host", "create queue", 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,24 +131,23 @@ class VllmGroupCoordinator(GroupCoordinator):
             CapabilityError: A rank could not open its end. Every rank raises this, and the group stays usable.
         """
         checks.check_rank(writer_rank, self.world_size, "writer_rank")
-        offer: tuple[bytes, bytes, str] | None = None
-        if self.rank_in_group == writer_rank and external_writer_handle is not None:
-            given: object = external_writer_handle
-            offer = (
-                b"",
-                b"",
-                f"external_writer_handle is a {type(given).__qualname__}, no handle of this plugin",
-            )
-            if isinstance(given, MessageQueueHandle):
-                offer = (given.queue, given.key, "")
-        # Only the rank that holds the handle knows whether there is one.
-        offer = self.broadcast_object(offer, writer_rank, timeout_s=LOADING_S)
-        if offer is None:
-            return MessageQueue.of(super().create_mq_broadcaster(writer_rank, blocking=blocking))
-        if offer[2]:
-            raise UsageError(f"{self._health.where('create queue')}: {offer[2]}")
-        handle = MessageQueueHandle(*offer[:2])
-        return self._together(lambda: MessageQueue.create_from_handle(handle, self.rank_in_group))
+
+        def stages() -> Any:
+            offer: tuple[bytes, bytes, str] | None = None
+            if self.rank_in_group == writer_rank and external_writer_handle is not None:
+                offer = _offered(external_writer_handle)
+            # Only the rank that holds the handle knows whether there is one.
+            offer = self.broadcast_object(offer, writer_rank, timeout_s=LOADING_S)
+            if offer is None:
+                return MessageQueue.of(
+                    super(VllmGroupCoordinator, self).create_mq_broadcaster(writer_rank, blocking=blocking)
+                )
+            if offer[2]:
+                raise UsageError(f"{self._health.where('create queue')}: {offer[2]}")
+            handle = MessageQueueHandle(*offer[:2])
+            return self._together(lambda: MessageQueue.create_from_handle(handle, self.rank_in_group))
+
+        return in_stages(self._health, _CREATION, stages)
 
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
@@ -171,14 +175,18 @@ class VllmGroupCoordinator(GroupCoordinator):
             )
         is_local = self._is_on_node_of(reader_rank_in_group)
         address = None if is_local else self._parts.process_groups.address
-        queue = self._together(lambda: MessageQueue(1, int(is_local), connect_ip=address))
-        handle = queue.export_handle()
-        try:
-            offers = self.gather_object((handle.queue, handle.key), reader_rank_in_group)
-        except BaseException:
-            queue.shutdown()
-            raise
-        return queue, [MessageQueueHandle(*offer) for offer in offers or ()]
+
+        def stages() -> tuple[MessageQueue, list[MessageQueueHandle]]:
+            queue = self._together(lambda: MessageQueue(1, int(is_local), connect_ip=address))
+            try:
+                handle = queue.export_handle()
+                offers = self.gather_object((handle.queue, handle.key), reader_rank_in_group)
+                return queue, [MessageQueueHandle(*offer) for offer in offers or ()]
+            except BaseException:
+                queue.shutdown()
+                raise
+
+        return in_stages(self._health, _CREATION, stages)
 
     def _is_on_node_of(self, rank_in_group: int) -> bool:
         if self._node_ranks is not None:
@@ -235,21 +243,31 @@ class VllmGroupCoordinator(GroupCoordinator):
         """Return what `make` returns if it succeeds on every rank, else raise the same error on all. Collective."""
         queue, failure = None, ""
         try:
-            queue = make()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-            failure = f"rank {self.rank}: {type(error).__name__}: {error}"
-        try:
+            try:
+                queue = make()
+            except Exception as error:
+                if raised_by_handler(error):
+                    raise
+                # Whatever it is, the other ranks must hear of it.
+                failure = f"rank {self.rank}: {type(error).__name__}: {error}"
             failures = self.all_gather_object(failure, timeout_s=LOADING_S)
+            reasons = "; ".join(each for each in failures if each)
+            if queue is not None and not reasons:
+                return queue
         except BaseException:
             if queue is not None:
                 queue.shutdown()
             raise
-        reasons = "; ".join(each for each in failures if each)
-        if queue is None or reasons:
-            if queue is not None:
-                queue.shutdown()
-            raise CapabilityError(f"{self._health.where('create queue')}: {reasons}")
-        return queue
+        if queue is not None:
+            queue.shutdown()
+        raise CapabilityError(f"{self._health.where('create queue')}: {reasons}")
+
+
+def _offered(given: object) -> tuple[bytes, bytes, str]:
+    """Return handle and key of an executor's queue, or the reason why `given` is none."""
+    if isinstance(given, MessageQueueHandle):
+        return given.queue, given.key, ""
+    return b"", b"", f"external_writer_handle is a {type(given).__qualname__}, no handle of this plugin"
 
 
 def _parallel_config() -> Any:

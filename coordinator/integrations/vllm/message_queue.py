@@ -11,10 +11,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch.distributed as dist
 
@@ -33,9 +32,10 @@ __all__ = ["MessageQueue", "MessageQueueHandle"]
 _numbers = itertools.count()
 
 # The reading ends of this process. The executor reads the answers of one worker while another one may have died.
-_reading: weakref.WeakSet[MessageQueue] = weakref.WeakSet()
-# Guards `_reading`: threads of vLLM's read and close queues while others open theirs.
-_reading_lock = threading.Lock()
+# Threads and signal handlers read and close queues while others open theirs, and processes are forked meanwhile: there
+# is no lock, and each look and change is one native step.
+_reading: Final[set[weakref.ref[MessageQueue]]] = set()
+os.register_at_fork(after_in_child=_reading.clear)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -158,7 +158,11 @@ class MessageQueue:
             port_range=settings.remote_port_range,
             remote=settings.remote,
         )
-        self._bind(writer, None, MessageQueueHandle(writer.handle.to_bytes(key), key))
+        try:
+            self._bind(writer, None, MessageQueueHandle(writer.handle.to_bytes(key), key))
+        except BaseException:
+            writer.close()
+            raise
 
     def _bind(
         self, writer: QueueWriter | None, reader: QueueReader | None, handle: MessageQueueHandle | None
@@ -210,9 +214,12 @@ class MessageQueue:
         timeout_s = CoordinatorSettings.from_env().create_timeout_s
         queue = cls.__new__(cls)
         reader = QueueReader.open(handle.queue, handle.key, rank, timeout_s, remote_keys=keys)
-        queue._bind(None, reader, handle)  # noqa: SLF001 - ours
-        with _reading_lock:
-            _reading.add(queue)
+        try:
+            queue._bind(None, reader, handle)  # noqa: SLF001 - ours
+            _reading.add(weakref.ref(queue, _reading.discard))
+        except BaseException:
+            reader.close()
+            raise
         return queue
 
     def wait_until_ready(self) -> None:
@@ -293,8 +300,7 @@ class MessageQueue:
 
     def _cancelled(self, error: ClosedError) -> Exception:
         """Return what vLLM raises for a closed queue; or the true reason, if a writer is lost."""
-        with _reading_lock:
-            queues = list(_reading)
+        queues = [queue for each in list(_reading) if (queue := each()) is not None]
         lost = sorted({text for queue in queues if (text := queue.lost_writer()) is not None})
         if lost:
             return PeerLostError(f"{error}, after the loss of {', '.join(lost)}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import pytest
 from coordinator import GroupCoordinator
 from coordinator.integrations.vllm.group import STATE, VllmGroupCoordinator
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
-from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.errors import CapabilityError, PeerLostError, UsageError
 from tests.harness import RankPool
-from tests.worlds import world
+from tests.worlds import meet, world
 
 DEADLINE_S = 20.0
 
@@ -127,6 +128,61 @@ def queues(rank: int, world_size: int, directory: Path) -> list[str]:
 def test_the_queues_that_vllm_asks_for(ranks2: RankPool) -> None:
     """Between ranks, from the executor and to it; a bad handle of one rank is refused on all."""
     assert ranks2.run(queues) == [["UsageError", "CapabilityError"]] * 2
+
+
+class StruckError(Exception):
+    """What a signal handler raises."""
+
+
+def struck(*_arguments: Any, **_options: Any) -> None:
+    """Take the place of a constructor in which a handler raises."""
+
+    def handler(_number: int, _frame: object) -> None:
+        raise StruckError
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+MADE_BY: dict[str, tuple[str, Callable[[VllmGroupCoordinator], Any]]] = {
+    "to the executor": ("__init__", lambda group: group.create_single_reader_mq_broadcasters(1)),
+    "while it is told of": ("export_handle", lambda group: group.create_single_reader_mq_broadcasters(1)),
+    "between the ranks": ("of", lambda group: group.create_mq_broadcaster(1)),
+}
+
+
+def make_and_meet(group: VllmGroupCoordinator, make: Callable[[VllmGroupCoordinator], Any]) -> None:
+    """Make a queue of which this rank may get its end before the other one is interrupted, and call that one."""
+    made = make(group)
+    if isinstance(made, tuple):
+        made[0].shutdown()
+    group.barrier(timeout_s=60.0)
+
+
+def interrupted_queue(rank: int, world_size: int, directory: Path, way: str) -> None:
+    name, make = MADE_BY[way]
+    with world(rank, world_size, directory) as first, vllm_group(first) as group:
+        meet(rank, range(world_size), directory, "created")
+        if rank == 0:
+            with mock.patch.object(MessageQueue, name, struck), pytest.raises(StruckError):
+                make(group)
+        else:
+            with pytest.raises(PeerLostError) as caught:
+                make_and_meet(group, make)
+            assert caught.value.peers == (0,)
+            assert "StruckError" in str(caught.value)
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.parametrize("way", MADE_BY)
+def test_a_handler_that_raises_while_a_queue_is_made_is_told_to_the_others(
+    ranks2: RankPool, way: str
+) -> None:
+    """They would wait for half an hour. What it raises arrives as it is, though a queue that fails is told of."""
+    ranks2.run(interrupted_queue, way)
 
 
 def on_two_nodes(rank: int, world_size: int, directory: Path) -> Any:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
 from shm_broadcast.errors import PeerLostError, UsageError
+from tests.handlers import handling_at
 from tests.harness import run_ranks
 from tests.rank_exit import RankExit
 from tests.waiting import has_ended, wait_until
@@ -276,6 +278,57 @@ os._exit(0)
         os.kill(int(child), signal.SIGKILL)
     # Without an answer it would take the settings' `create_timeout_s`, 300 s.
     assert time.monotonic() - start < 30
+
+
+def test_a_forked_child_knows_its_own_ends_only() -> None:
+    """Why a queue was closed is asked of each reading end of the process, and the parent's belong to the parent."""
+    program = """
+import os
+from coordinator.integrations.vllm import message_queue
+from coordinator.integrations.vllm.message_queue import MessageQueue
+def opened():
+    queue = MessageQueue(1, 1)
+    return queue, MessageQueue.create_from_handle(queue.export_handle(), 0)
+parents = opened()
+child = os.fork()
+if child == 0:
+    writer, reader = opened()
+    reader.shutdown()
+    try:
+        reader.dequeue()
+    except RuntimeError:
+        os._exit(len(message_queue._reading) - 1)
+    os._exit(9)
+assert len(message_queue._reading) == 1
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_handler_may_ask_why_a_queue_was_closed_at_any_place() -> None:
+    """Also while the call that it interrupts asks, or another end is opened."""
+    requests = MessageQueue(2, 2)
+    handle = requests.export_handle()
+    reader = MessageQueue.create_from_handle(handle, 0)
+    reader.shutdown()
+
+    def ask() -> None:
+        with pytest.raises(RuntimeError, match="cancelled"):
+            reader.dequeue()
+
+    def step_through() -> None:
+        for step in count():
+            if not handling_at(step, ask, ask, ("vllm/message_queue.py", "/_weakrefset.py")):
+                steps.append(step)
+                return
+
+    steps = list[int]()
+    thread = threading.Thread(target=step_through, daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert steps, "a handler waits for the call that it has interrupted"
+    assert steps[0] > 2
+    requests.shutdown()
 
 
 def test_two_threads_may_close_an_end_at_once(caplog: pytest.LogCaptureFixture) -> None:

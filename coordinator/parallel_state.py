@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from coordinator import group_registry, hosts
 from coordinator.bootstrap.membership import world_store
-from coordinator.bootstrap.rendezvous import init_world, leave_world
+from coordinator.bootstrap.rendezvous import end_interrupted, init_world, leave_world
 from coordinator.graph_capture import GraphCaptureContext, context_for
 from coordinator.group import GroupCoordinator
 from coordinator.groups import (
@@ -128,6 +128,7 @@ def init_distributed_environment(
         rank, world_size, local_rank = launch.rank, launch.world_size, launch.local_rank
         distributed_init_method = launch.init_method
     backend = backend or default_backend()
+    end_interrupted()
     joined = not dist.is_initialized()
     spent: dict[str, float] = {}
     if joined:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import itertools
+import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
@@ -24,6 +27,7 @@ from coordinator.bootstrap.agreement.agreeing import agree, decline
 from coordinator.bootstrap.agreement.views import View
 from coordinator.bootstrap.blocking_calls import (
     connect_watched,
+    pause_after,
     raise_if_lost,
     refuse_clones,
 )
@@ -49,6 +53,7 @@ from coordinator.security.requirement import check_plaintext, has_secret
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import (
     CapabilityError,
+    ClosedError,
     CommError,
     CommTimeoutError,
     SettingsError,
@@ -69,10 +74,42 @@ class _World:
     is_elastic: bool
 
 
+@dataclasses.dataclass
+class _Attempt:
+    """A call of `init_world`, until its world is there, or nothing is left of it.
+
+    Attributes:
+        fork_count: That of the process which makes it.
+        rendezvous: Once the ranks have met.
+        has_failed: Whether the call ends without a world.
+        is_connecting: Whether its thread is in torch, which nobody else may touch meanwhile.
+        has_connected: Whether it was there, so that torch's world, if there is one, is of this attempt.
+    """
+
+    fork_count: int
+    rendezvous: Rendezvous | None = None
+    has_failed: bool = False
+    is_connecting: bool = False
+    has_connected: bool = False
+
+
 _world: _World | None = None
+_attempt: _Attempt | None = None
 _worlds = itertools.count()
-# A signal handler that interrupts a rendezvous, or the end of a world, may destroy the world.
+# It is not held while other ranks are waited for, but for those that leave. A signal handler that interrupts the end of
+# a world may destroy the world.
 _lock = threading.RLock()
+# How long the thread of an attempt that was interrupted may take to leave torch, which takes some milliseconds.
+_END_S: Final = 2.0
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child: a thread that the child does not have may hold it."""
+    global _lock  # noqa: PLW0603 - a lock that is held cannot be released by another thread
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def init_world(
@@ -114,52 +151,113 @@ def init_world(
         CapabilityError: Ranks are on several hosts and one announced a loopback address.
         NativeError: torch could not connect, or the store is gone.
     """
-    global _world  # noqa: PLW0603 - torch has one world per process
-    if is_held(_lock):
-        raise UsageError(
-            "a signal handler cannot initialise torch.distributed while that is begun or destroyed"
-        )
-    with _lock:
-        if not _is_ours():
-            leave_world()  # its end was interrupted, or somebody else has destroyed torch's
-        if dist.is_initialized():
-            raise UsageError("torch.distributed is already initialised; do not initialise it a second time")
+    global _world, _attempt  # noqa: PLW0603 - torch has one world per process
+    attempt = _Attempt(fork_count())
+    try:
+        _begin(attempt)
         name_host(settings.host_id)
         clock = Stopwatch()
         with clock.phase("rendezvous"):
-            rendezvous = (
+            attempt.rendezvous = rendezvous = (
                 join_rendezvous(world_size, rank, init_method, settings, is_elastic, spans_hosts)
                 if ticket is None
                 else _meet_by_ticket(ticket, settings)
             )
-        try:
-            processes = _connect(rendezvous, backend, settings, clock, is_elastic)
-        except BaseException:
-            try:
-                rendezvous.leave()
-            finally:
-                forget_losses()
-            raise
+        processes = _connect(attempt, rendezvous, backend, settings, clock, is_elastic)
         group = dist.group.WORLD
         assert group is not None
         fork_guard.protect(group)
         fork_guard.protect(rendezvous.store)
         _world = _World(group, rendezvous, fork_count(), processes, is_elastic)
-        return clock.seconds
+        _attempt = None
+    except BaseException:
+        attempt.has_failed = True
+        _finish(attempt)
+        raise
+    return clock.seconds
+
+
+def _begin(attempt: _Attempt) -> None:
+    """Make `attempt` the one of this process.
+
+    Raises:
+        UsageError: There is a world, or another attempt that has not ended.
+    """
+    global _attempt  # noqa: PLW0603 - torch has one world per process
+    end_interrupted()
+    is_inside = is_held(_lock)  # a signal handler is, of the end of a world
+    with _lock:
+        if is_inside or _is_joining():
+            raise UsageError(
+                "a signal handler cannot initialise torch.distributed while that is begun or destroyed, nor can "
+                "another thread"
+            )
+        if not _is_ours():
+            leave_world()  # its end was interrupted, or somebody else has destroyed torch's
+        if dist.is_initialized():
+            raise UsageError("torch.distributed is already initialised; do not initialise it a second time")
+        _attempt = attempt
+
+
+def _is_joining() -> bool:
+    """Return whether a call of `init_world` in this process has not ended, or left something in torch."""
+    return _attempt is not None and _attempt.fork_count == fork_count()
+
+
+def _finish(attempt: _Attempt) -> None:
+    """Undo what an attempt that has failed has done. If this is interrupted, another call does the rest.
+
+    While its thread is in torch, that calls this once more when it has left.
+    """
+    global _world, _attempt  # noqa: PLW0603 - torch has one world per process
+    with _lock:
+        if _attempt is not attempt or attempt.fork_count != fork_count():
+            return
+        _world, is_connecting, rendezvous = None, attempt.is_connecting, attempt.rendezvous
+        try:
+            if attempt.has_connected and not is_connecting and dist.is_initialized():
+                fork_guard.release(dist.group.WORLD)
+                dist.destroy_process_group()
+        finally:
+            set_own_world(None)
+            try:
+                if rendezvous is not None:
+                    fork_guard.release(rendezvous.store)
+                    rendezvous.leave()
+            finally:
+                forget_losses()  # behind the end of a secured store, which tells of them
+        if not is_connecting:
+            _attempt = None
+
+
+def end_interrupted() -> None:
+    """End what an `init_world` that was interrupted has left in torch, so that nobody takes it for a world of the user.
+
+    Waits for a moment for the thread that is still in torch.
+    """
+    end = time.monotonic() + _END_S
+    while _is_joining() and (attempt := _attempt) is not None and attempt.has_failed:
+        _finish(attempt)
+        if not attempt.is_connecting or time.monotonic() >= end:
+            return
+        time.sleep(pause_after(_END_S - (end - time.monotonic())))
 
 
 def leave_world() -> None:
     """Destroy the world if this process initialised it through `init_world`; otherwise do nothing.
 
     An interrupt ends waits, and all that can be is released all the same; another call, or the next world, does the
-    rest. A signal handler may call it at any place: within `init_world` there is nothing to destroy yet.
+    rest. A signal handler may call it at any place, any thread at any time: during `init_world` nothing is there yet.
     """
     global _world  # noqa: PLW0603 - torch has one world per process
+    end_interrupted()
     with _lock:
         world = _world
         if world is None or world.fork_count != fork_count():
             _world = None
             return
+        if _is_joining():
+            return  # the call of `init_world` has all but returned
         try:
             if _is_ours():
                 dist.destroy_process_group()
@@ -226,9 +324,13 @@ def join_rendezvous(
     check_place(rank, world_size, init_method)
     if path is not None:
         rendezvous = DirectoryRendezvous(path, rank, world_size)
-        store = rendezvous.join(settings.create_timeout_s)
-        met = Rendezvous(store, rank, world_size, rendezvous.leave)
-        return _behind_hint(met, rendezvous.generation, settings)
+        try:
+            store = rendezvous.join(settings.create_timeout_s)
+            met = Rendezvous(store, rank, world_size, rendezvous.leave)
+            return _behind_hint(met, rendezvous.generation, settings)
+        except BaseException:
+            rendezvous.leave()
+            raise
     assert endpoint is not None
     if is_elastic:
         raise _ends_with_rank_0(init_method)
@@ -383,6 +485,7 @@ def _report_losses(store: dist.Store) -> set[int]:
 
 
 def _connect(
+    attempt: _Attempt,
     rendezvous: Rendezvous,
     backend: str,
     settings: CoordinatorSettings,
@@ -429,17 +532,26 @@ def _connect(
         raise UsageError(f"{error}{hint}") from error
 
     def init() -> None:
-        # Lazy, because our groups do not use the world's process group: a connected mesh costs 5 to 15 ms at start and
-        # a polling thread.
-        with gloo_at(GlooOptions(listening, is_lazy=True)) if GLOO in backend else nullcontext():
-            dist.init_process_group(
-                backend,
-                store=rendezvous.store,
-                rank=rank,
-                world_size=rendezvous.world_size,
-                timeout=timedelta(seconds=settings.create_timeout_s),
-            )
-        set_own_world(dist.group.WORLD, listening)
+        # Either this sees that the call has failed, or `_finish` sees that this has begun.
+        attempt.is_connecting = attempt.has_connected = True
+        try:
+            if attempt.has_failed:
+                raise ClosedError("connecting the world: cancelled, the caller no longer waits")
+            # Lazy, because our groups do not use the world's process group: a connected mesh costs 5 to 15 ms at start
+            # and a polling thread.
+            with gloo_at(GlooOptions(listening, is_lazy=True)) if GLOO in backend else nullcontext():
+                dist.init_process_group(
+                    backend,
+                    store=rendezvous.store,
+                    rank=rank,
+                    world_size=rendezvous.world_size,
+                    timeout=timedelta(seconds=settings.create_timeout_s),
+                )
+            set_own_world(dist.group.WORLD, listening)
+        finally:
+            attempt.is_connecting = False
+            if attempt.has_failed:
+                _finish(attempt)
 
     where = f"connecting the world (rank {rank} of {len(ranks)})"
     with closing(views.watch()) as watch, clock.phase("gloo"):

@@ -1,0 +1,107 @@
+"""The start of a world that a signal handler interrupts at any place leaves nothing; nobody waits for a start."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from coordinator.bootstrap import fork_guard, rendezvous
+from coordinator.bootstrap.rendezvous import init_world, leave_world
+from coordinator.parallel_state import destroy_distributed_environment
+from coordinator.settings import CoordinatorSettings
+from tests.crash.test_fork import ended, fork, hard
+from tests.handlers import raising_at
+from tests.harness import RankPool
+from tests.leaks import Snapshot, leaked_since
+from tests.waiting import wait_until
+from tests.worlds import outcome_of
+
+STARTING = ("/bootstrap/rendezvous.py", "/bootstrap/blocking_calls.py", "/bootstrap/fork_guard.py")
+
+
+def start(path: Path, world_size: int = 1, **settings: Any) -> None:
+    chosen = CoordinatorSettings.resolve({}, **settings)
+    init_world(world_size, 0, f"file://{path}", "gloo", chosen)
+
+
+def struck_anywhere(rank: int, world_size: int, directory: Path) -> int:
+    """Strike at every other place, and the other rank at those between; return how many places there were."""
+    path = directory / f"meet-{rank}"
+    start(path)
+    leave_world()
+    before, step, comes = Snapshot.take(), rank, True
+    while comes:
+        comes = raising_at(step, lambda: start(path), STARTING)
+        leave_world()
+        assert not dist.is_initialized(), step
+        assert not path.exists(), step
+        assert fork_guard._protected == {}, step
+        step += 2
+    assert leaked_since(before) == []
+    return step
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.guarantee("G32")
+def test_a_start_that_is_interrupted_anywhere_leaves_nothing(ranks2: RankPool) -> None:
+    """Neither torch's world, nor a file. The next start at the same path works."""
+    for rank, places in enumerate(ranks2.run(struck_anywhere)):
+        assert places > 20, rank
+
+
+def join_beside(directory: Path, found: list[dict[str, Any]]) -> threading.Thread:
+    """Wait in a thread for a second rank, which never comes, and return once it waits."""
+    thread = threading.Thread(
+        target=lambda: found.append(outcome_of(lambda: start(directory / "meet", 2, create_timeout_s=1.5)))
+    )
+    thread.start()
+    wait_until(
+        lambda: rendezvous._attempt is not None and rendezvous._attempt.rendezvous is not None, "the store"
+    )
+    return thread
+
+
+def destroyed_beside(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    mine = directory / str(rank)
+    mine.mkdir()
+    found = list[dict[str, Any]]()
+    thread = join_beside(mine, found)
+    destroyed = outcome_of(destroy_distributed_environment)
+    refused = outcome_of(lambda: start(mine / "other"))
+    is_waiting = thread.is_alive()
+    thread.join()
+    start(mine / "meet")
+    destroy_distributed_environment()
+    return {"kinds": [each["kind"] for each in (destroyed, refused, *found)], "is_waiting": is_waiting}
+
+
+@pytest.mark.guarantee("G9")
+def test_a_thread_may_end_the_environment_while_another_one_joins_the_world(ranks2: RankPool) -> None:
+    """It does not wait for that: there is nothing to end yet. A second start meanwhile is refused."""
+    for found in ranks2.run(destroyed_beside):
+        assert found == {"kinds": ["NoneType", "UsageError", "CommTimeoutError"], "is_waiting": True}
+
+
+def forked_beside(rank: int, world_size: int, directory: Path) -> int:
+    mine = directory / str(rank)
+    mine.mkdir()
+    found = list[dict[str, Any]]()
+    thread = join_beside(mine, found)
+    with rendezvous._lock:
+        child = fork()
+        if child == 0:
+            try:
+                start(mine / "child")
+            finally:
+                hard()
+    status = ended(child)
+    thread.join()
+    return status if (mine / "child").exists() else -1
+
+
+@pytest.mark.guarantee("G10")
+def test_a_child_of_a_process_that_joins_a_world_can_join_one_of_its_own(ranks2: RankPool) -> None:
+    """Its parent's thread, which holds what the parent has locked, is not there."""
+    assert ranks2.run(forked_beside) == [0, 0]

@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import secrets
+import socket
 import threading
 import time
 from collections import deque
@@ -33,7 +34,7 @@ from coordinator.security.records import (
     packed,
     unpack,
 )
-from coordinator.security.store_thread import StoreThread
+from coordinator.security.store_thread import StoreThread, is_at
 from shm_broadcast.descriptors import new_eventfd
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys
 from shm_broadcast.errors import DecodeError, UsageError
@@ -104,6 +105,7 @@ class StoreClient(StoreThread):
         self._rank = rank
         self._process = secrets.randbits(64)
         self._url = endpoint.url()
+        self._at = endpoint.address, endpoint.port
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._outbox: deque[bytes] = deque()
@@ -223,6 +225,9 @@ class StoreClient(StoreThread):
         except Exception as error:
             logger.exception("the connection to the store of this job has failed", extra=self._fields.copy())
             self._break(f"its thread has failed: {error!r}")
+
+    def _owns(self, connection: socket.socket) -> bool:
+        return is_at(connection.getpeername(), *self._at)
 
     def _close_sockets(self) -> None:
         self._dealer.disable_monitor()

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from coordinator.security.records import (
     question_of,
     unpack,
 )
-from coordinator.security.store_thread import StoreThread
+from coordinator.security.store_thread import StoreThread, is_at
 from coordinator.security.table import Asker, Table
 from shm_broadcast._core import undisturbed
 from shm_broadcast.descriptors import new_eventfd
@@ -99,6 +100,7 @@ class StoreServer(StoreThread):
         """
         super().__init__("group-coordinator-store", log_fields(rank=0))
         self.generation: bytes = secrets.token_bytes(GENERATION_BYTES)
+        self._address, _ = place
         self._table = Table()
         self._refused = 0
         self._members: list[_Member] = []  # in the order of their HELLO
@@ -136,6 +138,9 @@ class StoreServer(StoreThread):
         except Exception:
             # Whoever waits for an answer must not hang: all ranks notice that their connection ends.
             logger.exception("the store of this job has failed", extra=self._fields.copy())
+
+    def _owns(self, connection: socket.socket) -> bool:
+        return is_at(connection.getsockname(), self._address, self.port)
 
     def _close_sockets(self) -> None:
         self._router.disable_monitor()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
+import socket
 import threading
+import weakref
 from abc import ABC, abstractmethod
-from typing import Final
+from typing import Any, Final
 
 from shm_broadcast._core import undisturbed
 from shm_broadcast.liveness import fork_count
 from shm_broadcast.reports.log_fields import LogFields
 from shm_broadcast.threads import DaemonThread
 
-__all__ = ["StoreThread"]
+__all__ = ["StoreThread", "is_at"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -21,6 +24,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 # for which the thread waits to tell of a loss or to write to the log; it then ends a little later, and needs nobody for
 # that.
 _END_S: Final = 5.0
+
+# The ends of stores that this process has open; a forked child closes its copies of their connections.
+_open: Final[weakref.WeakSet[StoreThread]] = weakref.WeakSet()
 
 
 class StoreThread(ABC):
@@ -41,6 +47,7 @@ class StoreThread(ABC):
         self._thread = DaemonThread(self._serve, name)
 
     def _start(self) -> None:
+        _open.add(self)
         try:
             self._thread.start()
         except BaseException:
@@ -82,10 +89,19 @@ class StoreThread(ABC):
             self._release()
 
     def _release(self) -> None:
+        _open.discard(self)
         self._close_sockets()
         with self._lock:
             os.close(self._wake)
             self._wake = -1
+
+    # --- a forked child ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _owns(self, connection: socket.socket) -> bool:
+        """Return whether a TCP socket of this process is one of those of this end. Raises OSError if it has no peer."""
+
+    # --- what the thread does ---------------------------------------------------------------------------------
 
     @abstractmethod
     def _run(self) -> None:
@@ -94,3 +110,40 @@ class StoreThread(ABC):
     @abstractmethod
     def _close_sockets(self) -> None:
         """Say goodbye if that is still possible, and close the sockets and their context."""
+
+
+def is_at(name: Any, address: str, port: int) -> bool:
+    """Return whether `name`, which the kernel has given for one side of a TCP socket, is a numeric address and port."""
+    # An address of IPv6 may have a zone, and can be written in several ways.
+    host, wanted = (ipaddress.ip_address(text.partition("%")[0]) for text in (name[0], address))
+    return bool(name[1] == port and host == wanted)
+
+
+def _close_inherited() -> None:
+    """Close a forked child's copies of the connections, which would hide the end of its parent from the others.
+
+    zmq keeps the descriptors to itself, so where there is a store all sockets are looked at.
+    """
+    ends = list(_open)
+    _open.clear()
+    for name in os.listdir("/proc/self/fd") if ends else ():
+        try:
+            connection = socket.socket(fileno=int(name))
+        except OSError:
+            continue  # another kind of descriptor, or the one by which the list was read
+        if any(_is_of(end, connection) for end in ends):
+            connection.close()
+        else:
+            connection.detach()
+
+
+def _is_of(end: StoreThread, connection: socket.socket) -> bool:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return False
+    try:
+        return end._owns(connection)  # noqa: SLF001 - ours
+    except OSError:  # it has no peer
+        return False
+
+
+os.register_at_fork(after_in_child=_close_inherited)

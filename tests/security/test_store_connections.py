@@ -1,9 +1,12 @@
 """A connection to the store of a job that is good is kept, whatever came before it, and only its own end counts."""
 
+import os
+import signal
 import socket
 import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +20,16 @@ from coordinator.security.opening import connect_to, serve_at
 from coordinator.security.records import NO_GENERATION, Kind, pack
 from coordinator.security.store import SecuredStore
 from tests.handlers import handling_at, raising_at
+from tests.harness import run_ranks
 from tests.leaks import Snapshot, leaked_since
+from tests.ports import listening_ports
 from tests.relay import relay_to
 from tests.secured import DEADLINE_S, HERE, SECRET, check_nothing, joined, place, ranks_of, served, server_of
 from tests.waiting import sleeping_in, wait_until
+from tests.worlds import meet
+
+# A busy machine may take this long. A silent connection at a loopback address ends after 22 s.
+AT_ONCE_S = 10.0
 
 NULL_GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\3\0NULL" + bytes(48)
 
@@ -114,6 +123,45 @@ def test_a_close_waits_a_while_only_for_who_is_being_told_of_a_loss(
         assert "has not ended within 0.2 s, and will later" in caplog.text
         wait_until(lambda: 1 not in ranks_of(first), "the rank's BYE at the server")
     assert leaked_since(before) == []
+
+
+# --- forked children ------------------------------------------------------------------------------------------
+
+
+def leaves_a_child(rank: int, world_size: int, directory: Path, dying: int) -> list[Any]:
+    """Kill a rank whose forked child lives on; return whom the other one has lost, and whether the address is free."""
+    told: list[int] = []
+    if rank == 0:
+        store = serve_at(place(0), HERE, None, DEADLINE_S, check_nothing)
+        (directory / "port.new").write_text(str(store.port))
+        (directory / "port.new").rename(directory / "port")
+    else:
+        wait_until((directory / "port").exists, "the store of rank 0")
+        store = connect_to(place(1), HERE, int((directory / "port").read_text()), DEADLINE_S, check_nothing)
+    try:
+        store.watch(lambda lost, _how: told.append(lost))
+        meet(rank, [0, 1], directory, "joined")
+        if rank == dying:
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            (directory / "child.new").write_text(str(child))
+            (directory / "child.new").rename(directory / "child")
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_until(lambda: told, "the loss", timeout_s=AT_ONCE_S)
+        return [told, store.port in listening_ports()]
+    finally:
+        wait_until((directory / "child").exists, "the child")
+        os.kill(int((directory / "child").read_text()), signal.SIGKILL)
+        store.close()
+
+
+@pytest.mark.guarantee("K10")
+@pytest.mark.parametrize(("dying", "listens"), [(1, True), (0, False)])
+def test_a_rank_that_ends_is_lost_at_once_though_a_forked_child_lives_on(dying: int, listens: bool) -> None:
+    """The child keeps no copy of a connection, nor of the socket that listens."""
+    found = run_ranks(leaves_a_child, 2, dying, expect_dead=[dying], check_leaks=False)
+    assert found[1 - dying] == [[dying], listens]
 
 
 # --- members --------------------------------------------------------------------------------------------------

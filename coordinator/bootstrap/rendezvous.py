@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
@@ -219,15 +220,20 @@ def _finish(attempt: _Attempt) -> None:
                 fork_guard.release(dist.group.WORLD)
                 dist.destroy_process_group()
         finally:
-            set_own_world(None)
-            try:
-                if rendezvous is not None:
-                    fork_guard.release(rendezvous.store)
-                    rendezvous.leave()
-            finally:
-                forget_losses()  # behind the end of a secured store, which tells of them
+            _leave(rendezvous)
         if not is_connecting:
             _attempt = None
+
+
+def _leave(rendezvous: Rendezvous | None) -> None:
+    """Let go of everything but torch's world."""
+    set_own_world(None)
+    try:
+        if rendezvous is not None:
+            fork_guard.release(rendezvous.store)
+            rendezvous.leave()
+    finally:
+        forget_losses()  # behind the end of a secured store, which tells of them
 
 
 def end_interrupted() -> None:
@@ -262,13 +268,8 @@ def leave_world() -> None:
             if _is_ours():
                 dist.destroy_process_group()
         finally:
-            set_own_world(None)
             fork_guard.release(world.group)
-            fork_guard.release(world.rendezvous.store)
-            try:
-                world.rendezvous.leave()
-            finally:
-                forget_losses()  # behind the end of a secured store, which tells of them
+            _leave(world.rendezvous)
         _world = None
 
 
@@ -531,31 +532,36 @@ def _connect(
             raise
         raise UsageError(f"{error}{hint}") from error
 
-    def init() -> None:
-        # Either this sees that the call has failed, or `_finish` sees that this has begun.
-        attempt.is_connecting = attempt.has_connected = True
-        try:
-            if attempt.has_failed:
-                raise ClosedError("connecting the world: cancelled, the caller no longer waits")
-            # Lazy, because our groups do not use the world's process group: a connected mesh costs 5 to 15 ms at start
-            # and a polling thread.
-            with gloo_at(GlooOptions(listening, is_lazy=True)) if GLOO in backend else nullcontext():
-                dist.init_process_group(
-                    backend,
-                    store=rendezvous.store,
-                    rank=rank,
-                    world_size=rendezvous.world_size,
-                    timeout=timedelta(seconds=settings.create_timeout_s),
-                )
-            set_own_world(dist.group.WORLD, listening)
-        finally:
-            attempt.is_connecting = False
-            if attempt.has_failed:
-                _finish(attempt)
-
     where = f"connecting the world (rank {rank} of {len(ranks)})"
     with closing(views.watch()) as watch, clock.phase("gloo"):
         refuse_clones(watch, where)
         listen_for_losses(watch, ranks)
+        init = partial(_initialise, attempt, rendezvous, backend, settings, listening)
         connect_watched(init, "world", where, watch)
     return views.processes
+
+
+def _initialise(
+    attempt: _Attempt, rendezvous: Rendezvous, backend: str, settings: CoordinatorSettings, listening: str
+) -> None:
+    """Initialise torch.distributed, which listens at the address `listening`. Runs on a thread of its own."""
+    # Either this sees that the call has failed, or `_finish` sees that this has begun.
+    attempt.is_connecting = attempt.has_connected = True
+    try:
+        if attempt.has_failed:
+            raise ClosedError("connecting the world: cancelled, the caller no longer waits")
+        # Lazy, because our groups do not use the world's process group: a connected mesh costs 5 to 15 ms at start
+        # and a polling thread.
+        with gloo_at(GlooOptions(listening, is_lazy=True)) if GLOO in backend else nullcontext():
+            dist.init_process_group(
+                backend,
+                store=rendezvous.store,
+                rank=rendezvous.rank,
+                world_size=rendezvous.world_size,
+                timeout=timedelta(seconds=settings.create_timeout_s),
+            )
+        set_own_world(dist.group.WORLD, listening)
+    finally:
+        attempt.is_connecting = False
+        if attempt.has_failed:
+            _finish(attempt)

@@ -290,15 +290,15 @@ class ParallelGroups(ChangingGroups):
                 groups["world"].enable_broadcaster()
                 groups["tp"].enable_broadcaster()
             record = cls(layout=layout, owns_world=world is None, **cast("dict[str, Any]", groups))
+            elapsed_ms = (time.perf_counter() - started) * 1e3
+            logger.info(
+                "created the groups of %s in %.1f ms; %s",
+                *(layout, elapsed_ms, record.startup_report()),
+                extra=log_fields(rank=record.world.rank, call="create"),
+            )
         except BaseException:
             destroy_together([group for group in reversed(groups.values()) if group is not world])
             raise
-        elapsed_ms = (time.perf_counter() - started) * 1e3
-        logger.info(
-            "created the groups of %s in %.1f ms; %s",
-            *(layout, elapsed_ms, record.startup_report()),
-            extra=log_fields(rank=record.world.rank, call="create"),
-        )
         return record
 
     def with_sharding(self, shard: int) -> Self:

@@ -140,20 +140,33 @@ def init_distributed_environment(
         _check_same("world_size", world_size, dist.get_world_size())
         _check_same("rank", rank, dist.get_rank())
         warn_if_unused(settings, world_store(), dist.get_rank())
+    _create_world_group(local_rank, backend, settings, spent, joined)
+
+
+def _create_world_group(
+    local_rank: int, backend: str, settings: CoordinatorSettings, spent: Mapping[str, float], joined: bool
+) -> None:
+    """Create the group of all ranks; if it fails, leave the world if this start has `joined` it."""
+    group = None
     try:
         everyone = [list(range(dist.get_world_size()))]
         group = GroupCoordinator(
             everyone, _local_rank(local_rank), backend, True, group_name="world", settings=settings
         )
-    except BaseException:
+        group.creation = group.creation.plus(**spent)
         if joined:
-            leave_world()
+            fields = log_fields(group=group.unique_name, rank=group.rank, call="init_distributed_environment")
+            logger.info("joined the world of %d ranks: %s", group.world_size, group.creation, extra=fields)
+        set_world_group(group)
+    except BaseException:
+        set_world_group(None)
+        try:
+            if group is not None:
+                group.destroy()
+        finally:
+            if joined:
+                leave_world()
         raise
-    group.creation = group.creation.plus(**spent)
-    if joined:
-        fields = log_fields(group=group.unique_name, rank=group.rank, call="init_distributed_environment")
-        logger.info("joined the world of %d ranks: %s", group.world_size, group.creation, extra=fields)
-    set_world_group(group)
 
 
 def _check_beside_ticket(ticket: Ticket, world_size: int, rank: int, init_method: str, elastic: bool) -> None:

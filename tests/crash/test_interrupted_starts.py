@@ -1,15 +1,22 @@
 """The start of a world that a signal handler interrupts at any place leaves nothing; nobody waits for a start."""
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from coordinator import parallel_state
 from coordinator.bootstrap import fork_guard, rendezvous
 from coordinator.bootstrap.rendezvous import init_world, leave_world
-from coordinator.parallel_state import destroy_distributed_environment
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
 from coordinator.settings import CoordinatorSettings
 from tests.crash.test_fork import ended, fork, hard
 from tests.handlers import raising_at
@@ -105,3 +112,23 @@ def forked_beside(rank: int, world_size: int, directory: Path) -> int:
 def test_a_child_of_a_process_that_joins_a_world_can_join_one_of_its_own(ranks2: RankPool) -> None:
     """Its parent's thread, which holds what the parent has locked, is not there."""
     assert ranks2.run(forked_beside) == [0, 0]
+
+
+def interrupted_behind_the_world(rank: int, world_size: int, directory: Path) -> list[Any]:
+    path, found = directory / f"meet-{rank}", list[Any]()
+    for _ in range(2):
+        with mock.patch.object(parallel_state.logger, "info", side_effect=KeyboardInterrupt) as info:
+            join = partial(init_distributed_environment, 1, 0, f"file://{path}", backend="gloo")
+            found += [outcome_of(join)["kind"], info.called, dist.is_initialized(), path.exists()]
+    join()
+    with get_world_group() as group:
+        group.barrier()
+    destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.guarantee("G37")
+def test_an_interrupt_while_the_world_is_logged_leaves_the_world(ranks2: RankPool) -> None:
+    """Its group is there, but nobody has it. The next start has a group of the world."""
+    for found in ranks2.run(interrupted_behind_the_world):
+        assert found == ["KeyboardInterrupt", True, False, False] * 2

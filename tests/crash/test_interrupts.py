@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from coordinator import GroupCoordinator, ParallelGroups, ParallelLayout
+from coordinator import GroupCoordinator, ParallelGroups, ParallelLayout, groups
 from coordinator.bootstrap import creation
 from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.bootstrap.group_parts import GroupProcessGroups
@@ -167,9 +167,9 @@ def interrupt_after_the_agreement(
         patch = mock.patch.object(owner, name, side_effect=KeyboardInterrupt)
 
         def create_and_meet() -> None:
-            with ParallelGroups.create(layout, use_message_queue_broadcaster=False) as groups:
-                groups.tp.barrier()
-                groups.pp.barrier()
+            with ParallelGroups.create(layout, use_message_queue_broadcaster=False) as made:
+                made.tp.barrier()
+                made.pp.barrier()
 
         with patch if rank == 1 else nullcontext():
             found = [outcome_of(create_and_meet)]
@@ -204,8 +204,13 @@ def interrupt_at_the_end(rank: int, world_size: int, directory: Path, place: str
         raise KeyboardInterrupt
 
     def create_and_meet() -> None:
-        with new_group(group) as made:
-            made.barrier()
+        if owner is groups.logger:
+            layout = ParallelLayout(tensor=world_size)
+            with ParallelGroups.create(layout, use_message_queue_broadcaster=False) as made:
+                made.tp.barrier()
+        else:
+            with new_group(group) as alone:
+                alone.barrier()
 
     with world(rank, world_size, directory) as group:
         with mock.patch.object(owner, name, raising) if rank == 1 else nullcontext():
@@ -219,6 +224,7 @@ END_PLACES: dict[str, tuple[Any, str]] = {
     "as soon as it knows that all agree": (creation, "check_plaintext"),
     "while the offers are withdrawn": (Preparation, "close"),
     "while the group is logged": (logger, "info"),
+    "while the groups of a layout are logged": (groups.logger, "info"),
 }
 
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement.agreeing import LINGER_S, agree, decline
+from coordinator.bootstrap.agreement.agreeing import LINGER_S, agree, declining
 from coordinator.bootstrap.agreement.views import View, Views
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, kept
@@ -30,7 +30,7 @@ from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
 from device_comm.health import SLICE_S
 from device_comm.registry import communicator_name
-from shm_broadcast.errors import CapabilityError, CommError, UsageError
+from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.liveness import PeerWatch, name_host, this_process
 from shm_broadcast.reports.failure_record import failure_of
 
@@ -79,7 +79,6 @@ def create_parts(
     if create_timeout_s is not None:
         brief = msgspec.structs.replace(settings, create_timeout_s=create_timeout_s)
     prefix = f"group_coordinator/{round_name}"
-    _begin(world, brief, dist.PrefixStore(prefix, world.store), what)
     store, device = world.store, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator, store),
@@ -93,9 +92,12 @@ def create_parts(
     made = list[GroupParts]()
     with kept(made), ExitStack() as offered:
         try:
-            regions = [prepare_region(plan, host_ids or {}, offered) for plan in plans]
+            with declining(dist.PrefixStore(prefix, store), what, world.rank):
+                name_host(settings.host_id)
+                begin_record(world.lasting_store, world.rank, brief)
+                regions = [prepare_region(plan, host_ids or {}, offered) for plan in plans]
+                address = own_address(settings.interface, store)
             offers = msgspec.json.encode([region.offer for region in regions]).decode()
-            address = own_address(settings.interface, store)
             own = View(every_fact, this_process(), address, shared_memory.host_id(), offers)
             started = time.perf_counter()
             views = _agree(world, prefix, what, everyone, own, brief, agreed)
@@ -182,16 +184,6 @@ def _join_heartbeats(
             where=f"creating {what} (rank {world.rank})",
             timeout_s=settings.create_timeout_s,
         )
-
-
-def _begin(world: World, settings: CoordinatorSettings, scoped: dist.Store, what: str) -> None:
-    """Name this host and begin the record of this process; if it cannot, tell those that create `what` with it why."""
-    try:
-        name_host(settings.host_id)
-        begin_record(world.lasting_store, world.rank, settings)
-    except CommError as error:
-        decline(scoped, what, world.rank, error)
-        raise
 
 
 def _share(builders: Sequence[GroupBuilder]) -> None:

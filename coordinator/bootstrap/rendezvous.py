@@ -24,7 +24,7 @@ from urllib.parse import SplitResult, urlsplit
 import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
-from coordinator.bootstrap.agreement.agreeing import agree, decline
+from coordinator.bootstrap.agreement.agreeing import agree, declining
 from coordinator.bootstrap.agreement.views import View
 from coordinator.bootstrap.blocking_calls import (
     connect_watched,
@@ -55,7 +55,6 @@ from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import (
     CapabilityError,
     ClosedError,
-    CommError,
     CommTimeoutError,
     SettingsError,
     UsageError,
@@ -505,11 +504,8 @@ def _connect(
     }
     world_store = dist.PrefixStore(WORLD_KEYS, rendezvous.store)
     near = _report_losses(rendezvous.store)
-    try:
+    with declining(world_store, "the world", rank):
         address = own_address(settings.interface, rendezvous.store, rendezvous.spans_hosts)
-    except CommError as error:
-        decline(world_store, "the world", rank, error)
-        raise
     with closing(PeerWatch(own, {})) as reported, clock.phase("rendezvous"):
         listen_for_losses(reported, ranks)
         view = View(facts, own, address)

@@ -73,7 +73,6 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
     rank, name = ranks[options.group_rank], f"torch:{options.group_id}"
     timeout_s = min(max(options.timeout.total_seconds(), _SHORTEST_S), FOREVER_S)
     settings = CoordinatorSettings.resolve(timeout_s=timeout_s, create_timeout_s=timeout_s)
-    name_host(settings.host_id)
     plan = GroupPlan(name, [ranks], Membership(rank, ranks, options.group_rank, tuple(sorted(ranks))))
     where = f"creating group {name!r} (rank {rank})"
     # torch counts groups, and ranks that make different ones may give them the same name.
@@ -81,18 +80,21 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
     # A store may be used again for a group of the same name, after the first one was destroyed.
     number = ask_store(lambda: same.add(f"uses/{rank}", 1), where, timeout_s)
     store = dist.PrefixStore(str(number), same)
-    begin_record(options.store, rank, settings)
     builders, made, agreed = list[GroupBuilder](), list[GroupParts](), threading.Event()
     # From here on only `made` holds a group that nobody has yet, and so could destroy.
     with kept(made):
         with ExitStack() as offered:
-            region = prepare_region(plan, {}, offered)
+            agreement = dist.PrefixStore("agreement", store)
+            with declining(agreement, f"group {name!r}", rank):
+                name_host(settings.host_id)
+                begin_record(options.store, rank, settings)
+                region = prepare_region(plan, {}, offered)
+                address = own_address(settings.interface, options.store)
             started = time.perf_counter()
             offers = msgspec.json.encode([region.offer]).decode()
-            address = own_address(settings.interface, options.store)
             own = View(_facts(plan, settings), this_process(), address, shared_memory.host_id(), offers)
             try:
-                views = _agree(dist.PrefixStore("agreement", store), plan, own, timeout_s, agreed)
+                views = _agree(agreement, plan, own, timeout_s, agreed)
                 agreement_s = time.perf_counter() - started
                 check_plaintext(settings, options.store, views.spans_hosts, f"group {name!r}")
                 if views.share_memory:

@@ -15,8 +15,8 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Final
@@ -171,6 +171,19 @@ def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
             LEAVE_S,
         )
         time.sleep(LINGER_S)
+
+
+@contextmanager
+def declining(store: dist.Store, what: str, rank: int) -> Iterator[None]:
+    """Tell the others why this rank takes no part, if the block cannot do what comes before an agreement.
+
+    The arguments are those of `decline`, which it calls.
+    """
+    try:
+        yield
+    except CommError as error:
+        decline(store, what, rank, error)
+        raise
 
 
 @dataclasses.dataclass(eq=False, repr=False)

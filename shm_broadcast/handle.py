@@ -16,7 +16,7 @@ from shm_broadcast.endpoint import RemoteEndpoint
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.settings import WaitMode
 
-VERSION: Final = 1
+VERSION: Final = 2
 KEY_BYTES: Final = 32
 _MAC_BYTES: Final = 32
 # Larger handles are refused before they are parsed. 64 KiB hold over 10,000 ranks, at 5 bytes each.

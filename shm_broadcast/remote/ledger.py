@@ -22,6 +22,10 @@ from shm_broadcast.reports.statistics import ReaderStatistics
 # Bytes that a part counts beyond its frame, for the objects that hold it here and in zmq.
 PART_OVERHEAD: Final = 512
 
+# A connection that breaks again and again is made anew every 20 ms.
+_GREETINGS_S: Final = 0.2
+_MOST_GREETINGS: Final = 16
+
 
 class Part(NamedTuple):
     """A part of a message.
@@ -51,6 +55,8 @@ class Link:
         broken_at: When its connection was found broken.
         is_lost: Whether the writer gave it up.
         has_left: Whether it closed its end.
+        ask: What a demand to send again must repeat. The beats behind what was sent again carry another number: whoever
+            repeats that one has read all of it.
         received: The last part that has reached its process.
         given_back: The last part whose message it has read.
         messages: Messages up to and including `given_back`.
@@ -68,6 +74,9 @@ class Link:
         self.broken_at: float = 0.0
         self.is_lost = False
         self.has_left = False
+        self.ask = 0
+        self._former: set[bytes] = set()
+        self._greetings_at, self._greetings = 0.0, 0
         self.received = 0
         self.given_back = self.messages = self.nbytes = 0
         self.progress_at: float | None = None
@@ -81,6 +90,24 @@ class Link:
     def is_gone(self) -> bool:
         """Whether the reader was lost or has left; both are final."""
         return self.is_lost or self.has_left
+
+    def may_greet(self, route: bytes) -> bool:
+        """Return whether a greeting over `route`, which came at `heard_at`, is to be answered.
+
+        Not over a connection that another one has replaced, and not more often than a reader that reconnects says it:
+        each answer takes memory until it is read.
+        """
+        if self.heard_at - self._greetings_at >= _GREETINGS_S:
+            self._greetings_at, self._greetings = self.heard_at, 0
+        self._greetings += 1
+        return route not in self._former and self._greetings <= _MOST_GREETINGS
+
+    def connect(self, route: bytes) -> bool:
+        """Use a connection from now on; return whether it is another one than before."""
+        before, self.route = self.route, route
+        if before not in (None, route):
+            self._former.add(before)
+        return before != route
 
     def state(self, now: float) -> str:
         """Return the state of the connection for an error's text; `now` is `time.monotonic()`."""

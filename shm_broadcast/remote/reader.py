@@ -320,7 +320,7 @@ class RemoteReader(RemoteReads):
         elif record.kind == Kind.BEAT:
             if record.first > self._inbox.received and not self._has_ended:
                 # A signal interrupted one of the two processes, and a part was lost.
-                self._say(pack(Kind.AGAIN, 0, self._inbox.received, self._incarnation))
+                self._say(pack(Kind.AGAIN, record.third, self._inbox.received, self._incarnation))
             self._is_awaited = bool(record.second)
             self._acknowledge()
         elif record.kind == Kind.END:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Final, Self
 
 import zmq
@@ -34,6 +35,11 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 # At most 4 zmq threads encrypt: that many already outrun one network card.
 _MOST_IO_THREADS: Final = 4
+
+# Records that are received before the lock is released, and how long the thread then leaves it to others if more wait:
+# a reader that sends without end must not hold up the callers and the other readers.
+_BATCH: Final = 256
+_PAUSE_S: Final = 0.001
 
 # How the two frames of a record are sent: the name of its connection, and what zmq owns already.
 _FLAGS: Final = (int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK))
@@ -81,6 +87,7 @@ class RemoteWriter(RemoteEnd):
         except BaseException:
             os.close(self._wake)
             raise
+        self._dropped = 0  # records that made no sense
         self._is_cut = False  # whether a signal handler may have interrupted the sending of a record
         # The native method behind `send`.
         self._send: Callable[[Any, int, bool], Any] = super(zmq.Socket, self._router).send
@@ -190,8 +197,8 @@ class RemoteWriter(RemoteEnd):
             self._push_to_all(part.frame)
         self._ready = []
         # Sending clears the descriptor that wakes the thread: receive here what has arrived meanwhile.
-        if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._drain()
+        if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN and self._drain():
+            os.eventfd_write(self._wake, 1)
 
     def check(self, call: str) -> None:
         """Raise unless this process can use this end now, as `RemoteEnd.check` does.
@@ -310,17 +317,22 @@ class RemoteWriter(RemoteEnd):
         poller.register(self._router.get(zmq.FD), zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         beat_at = time.monotonic()
+        has_more = False
         while not self._is_stopping:
             wake_at = min(
                 [beat_at, *(at for link in self._ledger.links.values() if (at := self._lost_at(link)))]
             )
-            poller.poll(int(max(0.0, wake_at - time.monotonic()) * 1000) + 1)
+            if has_more:
+                time.sleep(_PAUSE_S)
+            poller.poll(0 if has_more else int(max(0.0, wake_at - time.monotonic()) * 1000) + 1)
+            with suppress(BlockingIOError):  # raised if the eventfd was not set
+                os.eventfd_read(self._wake)
             admitted = self._gatekeeper.answer()
             with self._lock:
                 now = time.monotonic()
                 for rank in admitted:
                     self._ledger.links[rank].heard_at = now
-                self._drain()
+                has_more = self._drain()
                 if now >= beat_at:
                     self._send_ready()
                     self._beat()
@@ -347,16 +359,16 @@ class RemoteWriter(RemoteEnd):
         """Send a heartbeat to every connected reader; it also reveals broken connections."""
         # After END, which counts as one more part, it also reveals to a reader that it has lost END.
         last = self._ledger.last.number + self._is_ended
-        self._push_to_all(zmq.Frame(pack(Kind.BEAT, last, self._is_waiting)))
+        for link in self._ledger.links.values():
+            self._push(link, zmq.Frame(pack(Kind.BEAT, last, self._is_waiting, link.ask)))
 
     def _push_to_all(self, frame: zmq.Frame) -> None:
         for link in self._ledger.links.values():
-            if link.route is not None:
-                self._push(link, frame)
+            self._push(link, frame)
 
     def _push(self, link: Link, frame: zmq.Frame) -> None:
         route = link.route
-        if route is None or not self._say(route, frame):
+        if route is not None and not self._say(route, frame):
             link.route, link.broken_at = None, time.monotonic()
 
     def _say(self, route: bytes, frame: zmq.Frame) -> bool:
@@ -378,22 +390,31 @@ class RemoteWriter(RemoteEnd):
             return False
         return True
 
-    def _drain(self) -> None:
-        """Receive everything that the readers have sent."""
-        while True:
+    def _drain(self) -> bool:
+        """Receive what the readers have sent, up to a batch of it; return whether more may be waiting."""
+        for _ in range(_BATCH):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return False
             if len(frames) != 2:  # a signal handler has raised between the two; the reader says it again
                 continue
             try:
                 link = self._ledger.links[int(frames[-1].get("User-Id"))]
                 self._hear(link, frames[0].bytes, unpack(frames[-1]))
             except DecodeError as error:
-                logger.warning(
-                    "queue %r: dropped a reader's record: %s", self.name, error, extra=self.fields.copy()
-                )
+                self._note_dropped(error)
+        return True
+
+    def _note_dropped(self, error: DecodeError) -> None:
+        """Log the 1st, 2nd, 4th, 8th ... record that makes no sense, so that a reader cannot fill the log."""
+        self._dropped += 1
+        if self._dropped & (self._dropped - 1) == 0:
+            logger.warning(
+                "queue %r: dropped a reader's record (%d so far): %s",
+                *(self.name, self._dropped, error),
+                extra=self.fields.copy(),
+            )
 
     def _hear(self, link: Link, route: bytes, record: Record) -> None:
         link.heard_at = time.monotonic()
@@ -406,7 +427,10 @@ class RemoteWriter(RemoteEnd):
             self._ledger.acknowledge(link, record.first, record.second)
             self._news.tell()
         elif record.kind == Kind.AGAIN:
-            self._send_after(link, record.second)
+            if record.first == link.ask:
+                # Another one is obeyed once the reader has read what it gets now.
+                link.ask = secrets.randbits(63) + 1
+                self._send_after(link, record.second)
         elif record.kind == Kind.BYE:
             link.has_left, link.route = True, None
             self._news.tell()
@@ -415,6 +439,8 @@ class RemoteWriter(RemoteEnd):
 
     def _greet(self, link: Link, route: bytes, hello: Record) -> None:
         """Admit a reader: start it, or resume after the last part that it received."""
+        if not link.may_greet(route):
+            return
         received, last = hello.second, self._ledger.last.number
         process = identity_of(hello.body)
         why = ""
@@ -433,8 +459,8 @@ class RemoteWriter(RemoteEnd):
         if received < link.received:
             # An acknowledgement over a newer connection has overtaken this HELLO.
             return
-        is_new = route != link.route
-        link.route, link.incarnation, link.process, link.received = route, hello.third, process, received
+        is_new = link.connect(route)
+        link.incarnation, link.process, link.received = hello.third, process, received
         welcome = pack(Kind.WELCOME, self.endpoint.generation, third=hello.third, body=self._identity)
         self._push(link, zmq.Frame(welcome))
         if is_new:

@@ -108,7 +108,9 @@ def handle_target() -> Target:
     settings = RemoteSettings()
     public = bytes(range(1, 33))
     far = RemoteEndpoint(1, "10.0.0.1", 4000, public, 7, (2, 3), settings)
-    near = QueueHandle(1, "steps", 7, "group-coordinator-x", 1 << 20, (1, 2), "adaptive", 60.0, 0)
+    near = QueueHandle(
+        handle.VERSION, "steps", 7, "group-coordinator-x", 1 << 20, (1, 2), "adaptive", 60.0, 0
+    )
     handles = [
         near,
         msgspec.structs.replace(near, remote=far, ranks=()),

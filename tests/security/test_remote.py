@@ -28,7 +28,7 @@ from shm_broadcast.errors import (
     SettingsError,
     UsageError,
 )
-from shm_broadcast.handle import QueueHandle
+from shm_broadcast.handle import VERSION, QueueHandle
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.remote import ledger as remote_ledger
 from shm_broadcast.remote import reader as remote_reader
@@ -459,7 +459,7 @@ def test_readers_have_keys_of_their_own() -> None:
 def test_a_forged_endpoint_is_refused_before_anybody_is_called(change: dict[str, Any]) -> None:
     """The endpoint in a handle is checked even if the handle's key is right."""
     key = bytes(range(32))
-    handle = QueueHandle(1, "steps", 5, "", 0, (), "adaptive", 60.0, 0, ENDPOINT)
+    handle = QueueHandle(VERSION, "steps", 5, "", 0, (), "adaptive", 60.0, 0, ENDPOINT)
     assert QueueHandle.from_bytes(handle.to_bytes(key), key) == handle
     fields = msgspec.to_builtins(handle, builtin_types=(bytes,))
     fields["remote"].update(change)

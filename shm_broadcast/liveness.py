@@ -368,6 +368,11 @@ class PeerWatch:
             return f"pid {peer.pid} on host {peer.hostname}, state not visible from here"
         return f"pid {peer.pid}, {state}"
 
+    def __del__(self) -> None:
+        """Close the pidfds of a watch that an exception has left without an owner."""
+        if "_lock" in vars(self):  # it is missing if a signal handler has raised at the beginning
+            self.close()
+
     def close(self) -> None:
         """Close the pidfds. Idempotent."""
         with self._lock:

@@ -36,6 +36,21 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
             process.kill()
 
 
+@pytest.mark.guarantee("B14")
+def test_a_watch_that_nobody_keeps_closes_its_descriptors() -> None:
+    """An exception may leave one without an owner, whole or as it begins."""
+    with sleeper() as process:
+        before = len(os.listdir("/proc/self/fd"))
+        watch: PeerWatch | None = PeerWatch(this_process(), {1: identity_of(process.pid)})
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        watch = None
+        assert watch is None
+        assert len(os.listdir("/proc/self/fd")) == before
+        begun: PeerWatch | None = PeerWatch.__new__(PeerWatch)
+        begun = None
+        assert begun is None
+
+
 def test_the_number_of_a_thread_is_that_of_no_process() -> None:
     """The kernel gives the number of a process that has ended to a thread too. It then refuses a pidfd of it."""
     numbers = list[int]()

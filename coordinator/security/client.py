@@ -141,10 +141,13 @@ class StoreClient(StoreThread):
 
         Raises:
             UsageError: The store, which holds the job's secret, refuses this rank.
+            DistNetworkError: It does not speak as this version does, or the thread of this connection has failed.
         """
         end = time.monotonic() + timeout_s
         while not self._welcome.await_answer(min(_CHECK_EVERY_S, end - time.monotonic())):
             check()
+            if self._broken is not None and not self._is_welcome:
+                raise dist.DistNetworkError(f"no answer of the store at {self._url}: {self._broken}")
             if time.monotonic() >= end:
                 return False
         if self._welcome.error is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Final
 
 from coordinator.addresses.names import is_loopback
@@ -57,8 +59,12 @@ def serve_at(
         CapabilityError: The kernel refuses a descriptor.
         CommTimeoutError: The store does not welcome its own rank within `timeout_s`.
     """
-    keys = keys_of_store(place.secret, place.run)
-    ranks = public_keys(place.secret, place.run, place.world_size)
+    with ExitStack() as unused:
+        if descriptor is not None:
+            unused.callback(os.close, descriptor)
+        keys = keys_of_store(place.secret, place.run)
+        ranks = public_keys(place.secret, place.run, place.world_size)
+        unused.pop_all()
     try:
         server = StoreServer(keys, ranks, (address, ports), _pings(place, address), descriptor)
     except CapabilityError as error:

@@ -7,11 +7,14 @@ import select
 import stat
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Final
 
 from coordinator.security.hkdf import expand, extract
-from shm_broadcast.errors import UsageError
+from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.threads import DaemonThread
 
 __all__ = ["LEAST_BYTES", "MOST_BYTES", "Secret", "from_descriptor", "from_file"]
@@ -30,6 +33,8 @@ _WRITING_S: Final = 10.0
 # A descriptor can be read once, and a process may join several worlds: what was read, by descriptor.
 _taken: Final[dict[int, Secret]] = {}
 _lock: Final = threading.Lock()
+# The thread that holds it while this process is forked is missing in the child.
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined] # noqa: SLF001 - as threading does
 
 
 class Secret:
@@ -76,7 +81,12 @@ def from_file(path: str) -> Secret:
     Raises:
         UsageError: The file cannot be read, is not a regular one, is accessible to others than its owner, belongs to
             another user, or holds no secret. A symbolic link counts as what it points to.
+        CapabilityError: This process can have no further thread.
     """
+    return _read_aside(partial(_open_and_read, path))
+
+
+def _open_and_read(path: str) -> Secret:
     where = f"the secret file {path}"
     try:
         # O_NONBLOCK: a pipe of that name would wait for a writer.
@@ -102,16 +112,28 @@ def from_descriptor(descriptor: int) -> Secret:
 
     Raises:
         UsageError: The descriptor is not open, of another kind, accessible to other users, or holds no secret.
+        CapabilityError: This process can have no further thread.
     """
     taken = _taken.get(descriptor)
-    if taken is not None:
-        return taken
+    return _read_aside(partial(_take, descriptor)) if taken is None else taken
+
+
+def _read_aside(read: Callable[[], Secret]) -> Secret:
+    """Return what `read` returns on a thread of its own.
+
+    A signal handler that strikes on the caller's thread may come behind a system call whose descriptor nobody has
+    stored yet; or it may ask for the same secret, and would wait for the lock that the call behind it holds.
+    """
     outcome: Future[Secret] = Future()
-    # Never on the caller's thread: a signal handler that strikes there may ask for the same secret, and would wait for
-    # the lock that the call behind it holds.
-    name = "group-coordinator-secret"
-    thread = DaemonThread(_deliver, name, (descriptor, outcome))
-    thread.start()
+    thread = DaemonThread(_deliver, "group-coordinator-secret", (read, outcome))
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if raised_by_handler(error):
+            raise
+        raise CapabilityError(
+            f"no thread can be started to read the secret of this job: {error}", requirement="a thread"
+        ) from error
     thread.join()
     try:
         return outcome.result()
@@ -119,9 +141,9 @@ def from_descriptor(descriptor: int) -> Secret:
         del outcome  # an error in it holds this frame
 
 
-def _deliver(descriptor: int, outcome: Future[Secret]) -> None:
+def _deliver(read: Callable[[], Secret], outcome: Future[Secret]) -> None:
     try:
-        outcome.set_result(_take(descriptor))
+        outcome.set_result(read())
     except BaseException as error:  # noqa: BLE001 - raised on the thread that waits
         outcome.set_exception(error)
 

@@ -184,7 +184,7 @@ class StoreServer(StoreThread):
             try:
                 self._hear(rank, route, int(content.get(zmq.SRCFD)), unpack(content.buffer))
             except DecodeError as error:
-                self._note(rank, str(error))
+                self._refuse(rank, route, 0, str(error))
         return False
 
     def _ended(self) -> set[int]:
@@ -255,8 +255,11 @@ class StoreServer(StoreThread):
         else:
             self._answer(Asker(route, record.number), record.body)
             return
+        self._refuse(rank, route, record.number, why)
+
+    def _refuse(self, rank: int, route: bytes, number: int, why: str) -> None:
         self._note(rank, why)
-        self._say(route, pack(Kind.REFUSED, 0, record.number, self.generation, why.encode()))
+        self._say(route, pack(Kind.REFUSED, 0, number, self.generation, why.encode()))
 
     def _answer(self, asker: Asker, body: memoryview) -> None:
         try:

@@ -5,6 +5,7 @@ import copy
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from coordinator.security.hkdf import expand, extract
 from coordinator.security.keys import keys_of_rank, keys_of_store, public_keys
 from coordinator.security.secret import LEAST_BYTES, MOST_BYTES, Secret, from_descriptor, from_file
 from shm_broadcast import codec
-from shm_broadcast.errors import UsageError
-from tests.handlers import Interrupt
+from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.threads import DaemonThread
+from tests.handlers import Interrupt, raising_at
+from tests.leaks import Snapshot, leaked_since
+from tests.waiting import wait_until
 
 VALUE = bytes(range(100, 100 + LEAST_BYTES))
 # A part of the value that no text may show, in any of these forms.
@@ -309,6 +313,50 @@ def test_an_interrupted_reader_loses_nothing() -> None:
     os.write(writing, VALUE)
     os.close(writing)
     assert from_descriptor(reading).derive("rank", "r", 1) == Secret(VALUE).derive("rank", "r", 1)
+
+
+def test_a_reader_that_is_interrupted_anywhere_leaves_no_descriptor(tmp_path: Path) -> None:
+    """At every place where Python runs a handler."""
+    path, before = str(write(tmp_path / "secret")), Snapshot.take()
+    step = 0
+    while raising_at(step, lambda: from_file(path), ("/security/secret.py",)):
+        step += 1
+    assert step > 0
+    assert leaked_since(before) == []
+
+
+def test_a_forked_child_reads_a_secret_though_its_parent_was_reading_one() -> None:
+    """The thread that reads there is missing in the child."""
+    parents, writing = os.pipe()
+    thread = threading.Thread(target=lambda: from_descriptor(parents))
+    thread.start()
+    wait_until(secrets_read._lock.locked, "the parent to read")
+    with pipe_with(VALUE) as reading, warnings.catch_warnings():
+        # Newer Pythons warn when a process with threads forks, which is the case under test.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os.close(writing)
+            os._exit(from_descriptor(reading).derive("r", "r", 1) != Secret(VALUE).derive("r", "r", 1))
+    os.write(writing, VALUE)
+    os.close(writing)
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_process_that_can_have_no_thread_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The secret is read on one, and could be read on the next try."""
+    path = str(write(tmp_path / "secret"))
+
+    def start(_thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DaemonThread, "start", start)
+        with pytest.raises(CapabilityError, match="no thread can be started to read the secret"):
+            from_file(path)
+    assert from_file(path).derive("r", "r", 1) == Secret(VALUE).derive("r", "r", 1)
 
 
 # --- where it does not appear ---------------------------------------------------------------------------------

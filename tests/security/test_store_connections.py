@@ -7,9 +7,11 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import zmq
 
 from coordinator.security import client as client_module
@@ -19,6 +21,7 @@ from coordinator.security.keys import keys_of_rank, keys_of_store
 from coordinator.security.opening import connect_to, serve_at
 from coordinator.security.records import NO_GENERATION, Kind, pack
 from coordinator.security.store import SecuredStore
+from shm_broadcast.errors import CapabilityError, UsageError
 from tests.handlers import handling_at, raising_at
 from tests.harness import run_ranks
 from tests.leaks import Snapshot, leaked_since
@@ -62,6 +65,42 @@ def test_a_rank_keeps_the_connection_that_follows_a_failed_one(said: bytes) -> N
             assert lost == []
         finally:
             came[0].close()
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "text"),
+    [
+        (client_module, UsageError, "refuses rank 1: a record of a store has version 2, this is version 1"),
+        (server_module, dist.DistNetworkError, "a record of a store has version 2, this is version 1"),
+    ],
+)
+def test_two_versions_that_meet_say_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, error: type[Exception], text: str
+) -> None:
+    """Whichever end is the newer one: nobody waits for the deadline of a minute."""
+
+    def newer(kind: int, *fields: Any) -> bytes:
+        record = bytearray(pack(kind, *fields))
+        record[1] += 1
+        return bytes(record)
+
+    with served() as first:
+        monkeypatch.setattr(module, "pack", newer)
+        with pytest.raises(error, match=text):
+            connect_to(place(1), HERE, first.port, DEADLINE_S, check_nothing)
+        monkeypatch.undo()
+
+
+def test_a_store_whose_keys_cannot_be_made_lets_go_of_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It owns the socket from the beginning, also without CURVE in libzmq."""
+    before, others = Snapshot.take(), listening_ports()
+    listener = socket.create_server((HERE, 0))
+    port = listener.getsockname()[1]
+    monkeypatch.setattr(zmq, "has", lambda _feature: False)
+    with pytest.raises(CapabilityError, match="without CURVE"):
+        serve_at(place(0), HERE, (port, port), DEADLINE_S, check_nothing, listener.detach())
+    assert leaked_since(before) == []
+    assert listening_ports() == others
 
 
 CLOSING = (

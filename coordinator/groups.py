@@ -396,7 +396,7 @@ class ParallelGroups(ChangingGroups):
         self.ep.token_group = (self.dp if self.layout.data > 1 else self.cp) if is_one else None
 
     def _destroy_all(self) -> None:
-        self.destroy()
+        destroy_together(self.owned())
         self.world.destroy()
 
     def by_name(self) -> dict[str, GroupCoordinator]:

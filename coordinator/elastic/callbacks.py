@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from coordinator.elastic.revoking import revoke
 from device_comm.health import GroupHealth
 
-__all__ = ["call_back"]
+__all__ = ["break_groups", "call_back"]
 
 
 def call_back(callbacks: Sequence[Callable[[], object]], healths: Sequence[GroupHealth]) -> None:
@@ -24,7 +24,12 @@ def call_back(callbacks: Sequence[Callable[[], object]], healths: Sequence[Group
         for callback in callbacks:
             callback()
     except BaseException as error:
-        if not any(health.is_broken for health in healths):
-            healths[0].fail(error, "on_rebuild")
-        revoke(healths)
+        break_groups(error, healths, "on_rebuild")
         raise
+
+
+def break_groups(error: BaseException, healths: Sequence[GroupHealth], call: str) -> None:
+    """Break all groups of an epoch that `error` has kept from a caller: the others may wait in their calls."""
+    if not any(health.is_broken for health in healths):
+        healths[0].fail(error, call)
+    revoke(healths)

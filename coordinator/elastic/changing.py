@@ -9,11 +9,11 @@ from typing import Any, Self
 
 from coordinator.bootstrap.world import World
 from coordinator.elastic import joiners
-from coordinator.elastic.callbacks import call_back
+from coordinator.elastic.callbacks import break_groups, call_back
 from coordinator.elastic.ending import Ending
 from coordinator.elastic.layouts import LayoutRule, drop_replicas
 from coordinator.elastic.part import Change, Recipe
-from coordinator.elastic.rebuilding import Membership, Plan, prepare, rebuild
+from coordinator.elastic.rebuilding import Membership, Plan, has_begun, prepare, rebuild
 from coordinator.layout import ParallelLayout
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import UsageError
@@ -26,7 +26,7 @@ class ChangingGroups(ABC):
 
     # What `on_rebuild` was told.
     _callbacks: list[Callable[[Any], object]]
-    # The groups that have followed these, while what a callback raised has kept them from being returned.
+    # The groups that have followed these, or may have, while an error or an interrupt has kept them from the caller.
     _unreturned: list[Self]
 
     def rebuild(
@@ -66,25 +66,31 @@ class ChangingGroups(ABC):
             CommTimeoutError: Too few ranks came in time; `.missing` names the others. As above.
             UsageError: The members of this world cannot change; see `init_distributed_environment(elastic=True)`.
             NativeError: The store is gone.
-            Others: What a callback has raised; see `on_rebuild`.
+            Others: What a callback has raised; see `on_rebuild`. After that, and after an interrupt, call it once more.
         """
-        if self._unreturned:
-            later = self._unreturned[0].rebuild(
+        followed = self._followed("rebuild", timeout_s)
+        if followed is not None:
+            later = followed.rebuild(
                 layout=layout, progress=progress, min_members=min_members, timeout_s=timeout_s
             )
             self._unreturned.clear()
             return later
-        groups = rebuild(
-            self._membership(),
-            layout,
-            progress,
-            min_members,
-            timeout_s,
-            self._create_again,
-            self._ending(),
-            self._healths(),
-        )
-        self._go_over(groups)
+        try:
+            groups = rebuild(
+                self._membership(),
+                layout,
+                progress,
+                min_members,
+                timeout_s,
+                self._create_again,
+                self._ending(),
+                self._healths(),
+                self._unreturned,
+            )
+            self._go_over(groups)
+        except BaseException as error:
+            self._give_up(error)
+            raise
         return groups
 
     def prepare(
@@ -99,7 +105,8 @@ class ChangingGroups(ABC):
         """Agree on a planned change and create its groups, while these serve. Collective over the world.
 
         *Blocks* until all have called it and `join` processes wait in `join_distributed_environment`; another thread
-        may use these groups meanwhile. `Plan.commit` then takes no longer than an agreement.
+        may use these groups meanwhile. If one of its calls fails, let this one end before `rebuild`: all ranks refuse
+        two changes at once. `Plan.commit` then takes no longer than an agreement.
 
         Args:
             leave: Ranks that leave, with the default rule whole replicas of the model. Equal on all ranks.
@@ -119,6 +126,8 @@ class ChangingGroups(ABC):
             CommTimeoutError: Ranks did not come, too few wait to join, or a member has ended.
             NativeError: The store is gone.
         """
+        if self._followed("prepare", timeout_s) is not None:
+            raise UsageError("prepare: the next epoch has begun, call rebuild to go on from it")
         return prepare(
             self._membership(),
             layout,
@@ -129,6 +138,8 @@ class ChangingGroups(ABC):
             self._create_again,
             self._ending(),
             self._go_over,
+            self._unreturned,
+            self._give_up,
         )
 
     def pending_members(self, *, leave: Collection[int] = (), timeout_s: float = 30.0) -> int:
@@ -167,10 +178,30 @@ class ChangingGroups(ABC):
 
     def _go_over(self, groups: Self) -> None:
         """Let `groups` have the callbacks of these, and call them."""
-        groups._callbacks.extend(self._callbacks)
-        self._unreturned.append(groups)
+        groups._callbacks[:] = self._callbacks
+        self._unreturned[:] = [groups]
         groups._call_back()
         self._unreturned.clear()
+
+    def _followed(self, call: str, timeout_s: float) -> Self | None:
+        """Return the groups of the next epoch if it has begun though nobody has got them; else destroy them."""
+        if not self._unreturned:
+            return None
+        later: Self = self._unreturned[0]
+        own, world = self._membership().world, later._membership().world
+        if has_begun(own.line(), world.epoch, call, timeout_s):
+            later._callbacks[:] = self._callbacks
+            return later
+        leave_store = world.hand_over()
+        later.destroy()
+        own.take_over(leave_store)
+        self._unreturned.clear()
+        return None
+
+    def _give_up(self, error: BaseException) -> None:
+        """Break the groups that `error` has kept from the caller: if their epoch has begun, the others wait in them."""
+        for groups in self._unreturned:
+            break_groups(error, groups._healths(), "a change of members")  # noqa: SLF001 - ours
 
     def _call_back(self) -> None:
         """Call the callbacks with these groups, which have just begun to serve. Raises what they raise."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store, pause_after
 from coordinator.elastic import protocol
+from coordinator.elastic.ending import TELL_S
 from coordinator.elastic.protocol import (
     Build,
     Choose,
@@ -24,6 +26,7 @@ from coordinator.elastic.protocol import (
     Steps,
     Swap,
     TearDown,
+    Tell,
 )
 from shm_broadcast.errors import (
     CommError,
@@ -34,10 +37,7 @@ from shm_broadcast.errors import (
     PeerLostError,
 )
 
-__all__ = ["Actions", "Deadlines", "Driver"]
-
-# How long a rank that is interrupted tries to tell the others: Ctrl-C must interrupt soon.
-_TELL_S: Final = 0.15
+__all__ = ["Actions", "Deadlines", "Driver", "ask"]
 
 # Errors of a creation that follow from members that are gone or silent, or may do so: another attempt goes on without
 # them. Those of libraries too: their connections break some time before a process is known to have ended.
@@ -105,32 +105,37 @@ class Driver:
         self._began = time.monotonic()
         # When this rank first paused in each step of each attempt.
         self._since: dict[tuple[int, str], float] = {}
-        # The last attempt in which the others wait for this rank.
-        self._number = 0
+        # Whether this rank was interrupted, and only tells the others.
+        self._is_leaving = False
 
     def run(self, steps: Steps) -> Any:
         """Go through one of the programs of `protocol`; return what it returns.
 
-        Whatever interrupts it, the others are told, and go on without this rank.
+        Whatever interrupts it, the program is told, and tells the others.
 
         Raises:
             CommTimeoutError: The store does not answer.
             NativeError: The store is gone.
         """
-        answer: Any = None
         try:
-            while True:
-                try:
-                    wants = steps.send(answer)
-                except StopIteration as stop:
-                    return stop.value
-                answer = self._do(wants)
+            return self._follow(steps, partial(steps.send, None))
         except BaseException as error:
-            self._withdraw(error)
+            # A program that has ended raises it at once.
+            self._follow(steps, partial(steps.throw, error))
             raise
 
+    def _follow(self, steps: Steps, begin: Callable[[], protocol.Operation]) -> Any:
+        try:
+            wants = begin()
+            while True:
+                wants = steps.send(self._do(wants))
+        except StopIteration as stop:
+            return stop.value
+
     def _do(self, wants: protocol.Operation) -> Any:
-        if isinstance(wants, (Put, Get, Swap)):
+        if isinstance(wants, Tell):
+            self._is_leaving = True
+        if isinstance(wants, (Put, Get, Swap, Tell)):
             return self._ask(wants)
         if isinstance(wants, Dead):
             return self._actions.dead()
@@ -139,7 +144,6 @@ class Driver:
         if isinstance(wants, Choose):
             return self._actions.choose(wants.alive)
         if isinstance(wants, Judge):
-            self._number = wants.number
             return self._actions.judge(wants.chosen, wants.presences)
         if isinstance(wants, TearDown):
             return self._actions.tear_down()
@@ -157,18 +161,13 @@ class Driver:
             return protocol.LOST + reason if isinstance(error, _OTHERS) else reason
         return ""
 
-    def _ask(self, wants: Put | Get | Swap, within_s: float | None = None) -> Any:
-        store = self._store
-
-        def question() -> Any:
-            if isinstance(wants, Put):
-                return store.set(wants.key, wants.value)
-            if isinstance(wants, Swap):
-                return store.compare_set(wants.key, "", wants.value).decode()
-            there = [key for key in wants.keys if store.check([key])]
-            return {key: store.get(key).decode() for key in there}
-
-        return ask_store(question, self._where, self._deadlines.all_s if within_s is None else within_s)
+    def _ask(self, wants: Put | Get | Swap | Tell) -> Any:
+        question = partial(_answer, self._store, wants)
+        if not self._is_leaving:
+            return ask_store(question, self._where, self._deadlines.all_s)
+        with suppress(CommTimeoutError, NativeError):  # what has interrupted it is raised
+            return ask_store(question, self._where, TELL_S)
+        return None
 
     def _pause(self, wants: Pause) -> int:
         now = time.monotonic()
@@ -182,11 +181,29 @@ class Driver:
             return 1 if waited >= limits.silent_s else 0
         return 2 if waited >= limits.step_s else 0
 
-    def _withdraw(self, error: BaseException) -> None:
-        """Tell the others that they need not wait for this rank."""
-        if not self._number:
-            return
-        reason = f"{protocol.LOST}member {self._me} was interrupted ({type(error).__name__})"
-        with suppress(CommTimeoutError, NativeError):
-            for step in ("confirm", "made"):
-                self._ask(Swap(f"{self._number}/{step}/{self._me}", reason), _TELL_S)
+
+def ask(store: dist.Store, steps: Steps, where: str, timeout_s: float) -> Any:
+    """Go through a program that does nothing but ask the store; return what it returns.
+
+    Raises:
+        CommTimeoutError: The store does not answer a question within `timeout_s`.
+        NativeError: The store is gone.
+    """
+    answer: Any = None
+    while True:
+        try:
+            wants = steps.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = ask_store(partial(_answer, store, wants), where, timeout_s)
+
+
+def _answer(store: dist.Store, wants: protocol.Operation) -> Any:
+    if isinstance(wants, Put):
+        return store.set(wants.key, wants.value)
+    if isinstance(wants, (Swap, Tell)):
+        return store.compare_set(wants.key, "", wants.value).decode()
+    if not isinstance(wants, Get):
+        raise InternalError(f"{wants!r} is no question to the store")
+    there = [key for key in wants.keys if store.check([key])]
+    return {key: store.get(key).decode() for key in there}

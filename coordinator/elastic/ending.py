@@ -16,9 +16,12 @@ from coordinator.graph_capture import CaptureGuard
 from device_comm.base import DeviceCommunicator
 from shm_broadcast.errors import CommTimeoutError, GroupBrokenError, PeerLostError
 
-__all__ = ["NOTHING", "Ending", "Meeting", "ending_of"]
+__all__ = ["NOTHING", "TELL_S", "Ending", "Meeting", "ending_of"]
 
 _OK: Final = "ok"
+
+TELL_S: Final = 0.15
+"""How long a rank that is interrupted tries to tell the others: Ctrl-C must interrupt soon."""
 
 
 class Ending(NamedTuple):

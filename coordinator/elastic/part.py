@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.world import Line, World
-from coordinator.elastic.ending import Ending, Meeting
+from coordinator.elastic.ending import TELL_S, Ending, Meeting
 from coordinator.elastic.layouts import LayoutRule, Placement, grown, merged, torn_replicas
 from coordinator.elastic.protocol import Chosen
 from coordinator.layout import ParallelLayout
@@ -167,6 +167,7 @@ class Part(Generic[Groups]):
         joins: int = 0,
         old: World | None = None,
         leave_store: Callable[[], None] | None = None,
+        unreturned: list[Groups] | None = None,
     ) -> None:
         """Do nothing yet.
 
@@ -184,6 +185,7 @@ class Part(Generic[Groups]):
             joins: How many of these are to join.
             old: The world of the last epoch; None for a process that joins.
             leave_store: Lets go of the store of a process that joins, once the groups that it gets are destroyed.
+            unreturned: Gets the groups that may be those of the next epoch though nobody has them yet; see `keep`.
         """
         self.line: Line = line
         self.note: Note = note
@@ -201,6 +203,7 @@ class Part(Generic[Groups]):
         self._old = old
         # Set while neither the groups of the last epoch nor those of the next one let go of the store.
         self._leave_store = leave_store
+        self._unreturned: list[Groups] = [] if unreturned is None else unreturned
         self._joining: PeerWatch | None = None
         self._made: Groups | None = None
         self._world: World | None = None
@@ -340,8 +343,11 @@ class Part(Generic[Groups]):
         self._ending.destroy()
 
     def _meeting(self, number: int) -> Meeting:
-        where = f"the end of epoch {self.line.epoch}"
-        return Meeting(self.line.store, number, self.line.me, self.dead, where)
+        return Meeting(self.line.store, number, self.line.me, self.dead, self._where)
+
+    @property
+    def _where(self) -> str:
+        return f"the end of epoch {self.line.epoch}"
 
     def finish(self, number: int) -> None:
         """End the groups of the last epoch behind the commit of a planned change, with all of its members.
@@ -358,18 +364,22 @@ class Part(Generic[Groups]):
             self._free(number, self.line.members)
         except CommError as error:
             fields = log_fields(rank=self.note.rank, call="commit")
-            logger.warning("the end of epoch %d: %s", self.line.epoch, error, extra=fields)
-            self._refuse(number, str(error))
+            reason = str(error).removeprefix(f"{self._where}: ")
+            logger.warning("%s: %s", self._where, reason, extra=fields)
+            self._refuse(number, reason, self._step_s)
             if isinstance(error, CudaError):
                 self.discard()
                 raise
+        except BaseException as error:
+            self._refuse(number, f"rank {self.note.rank} was interrupted ({type(error).__name__})", TELL_S)
+            raise
         finally:
             self._ending.destroy()
             self._ending.follow(self.line.epoch, number)
 
-    def _refuse(self, number: int, reason: str) -> None:
+    def _refuse(self, number: int, reason: str, timeout_s: float) -> None:
         try:
-            self._meeting(number).refuse(reason, self._step_s)
+            self._meeting(number).refuse(reason, timeout_s)
         except (CommTimeoutError, NativeError) as error:
             fields = log_fields(rank=self.note.rank, call="commit")
             logger.warning("the others wait for this rank: %s", error, extra=fields)
@@ -391,10 +401,22 @@ class Part(Generic[Groups]):
         if self._layout is None:
             raise InternalError("groups are to be created without a layout")
         self._made = self._create(self._world, self._recipe(), self._layout, create_s)
+        if self._is_at_rest:
+            self.keep()
+
+    def keep(self) -> None:
+        """Let the record of the last epoch have what `build` has made, before the others count on it.
+
+        If this process is interrupted, they may go on with these groups. It goes on from them then, as from groups that
+        a callback has not returned.
+        """
+        if self._made is not None:
+            self._unreturned[:] = [self._made]
 
     def discard(self) -> None:
         """Destroy what `build` has made."""
         made, self._made = self._made, None
+        self._unreturned[:] = [each for each in self._unreturned if each is not made]
         world, self._world = self._world, None
         if made is not None:
             made.destroy()
@@ -439,9 +461,10 @@ class Part(Generic[Groups]):
     def close(self) -> None:
         """Stop watching processes that join. Idempotent."""
         self._forget_joining()
-        if self._old is not None and self._leave_store is not None:
-            # No groups have followed those that were torn down: another try needs the store.
-            self._old.take_over(self._leave_store)
+        # Where no groups have followed those that were torn down, another try needs the store.
+        owner = self._old if self._made is None else self._world
+        if self._old is not None and owner is not None and self._leave_store is not None:
+            owner.take_over(self._leave_store)
             self._leave_store = None
 
 

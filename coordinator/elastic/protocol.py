@@ -1,8 +1,8 @@
 """The agreement on the members of the next epoch, as a program without input and output.
 
 `agree_on_members` yields what it wants done and gets the results: the driver does it on a store, and the model checker
-of the tests explores every order in which ranks can be scheduled, crash and give up. `DESIGN.md` has the protocol under
-"Elastic membership".
+of the tests explores every order in which ranks can be scheduled, crash, give up and be interrupted. What interrupts a
+member is thrown into its program, which tells the others. `DESIGN.md` has the protocol under "Elastic membership".
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
+
+from shm_broadcast.errors import InternalError
 
 __all__ = [
     "Build",
@@ -33,12 +35,14 @@ __all__ = [
     "Steps",
     "Swap",
     "TearDown",
+    "Tell",
     "abort",
     "agree_on_members",
     "await_decision",
     "commit",
     "decided_without",
     "join",
+    "settle",
 ]
 
 OK: Final = "ok"
@@ -71,6 +75,16 @@ class Get(msgspec.Struct, frozen=True):
 
 class Swap(msgspec.Struct, frozen=True):
     """Set a key unless it is set; return the value that holds."""
+
+    key: str
+    value: str
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Do as `Swap`, for the sake of the others only: an interrupted member says why it goes on no further.
+
+    It and what follows it take no longer than a moment. Return None if the store has not answered by then.
+    """
 
     key: str
     value: str
@@ -139,7 +153,7 @@ class Discard(msgspec.Struct, frozen=True):
     """Destroy what `Build` has made."""
 
 
-Operation: TypeAlias = Put | Get | Swap | Dead | Choose | Pause | Judge | TearDown | Build | Discard
+Operation: TypeAlias = Put | Get | Swap | Tell | Dead | Choose | Pause | Judge | TearDown | Build | Discard
 
 
 class Presence(msgspec.Struct, frozen=True):
@@ -247,7 +261,7 @@ def agree_on_members(
 
     Args:
         me: This member.
-        epoch: The last epoch that this member knows to be complete.
+        epoch: The last epoch that this member has groups of; see `settle`.
         members: Its members, who decide on the next one.
         note: What the other members are to know of this one.
         is_planned: Whether all members are there, and the groups of the last epoch serve until the change is decided.
@@ -256,13 +270,20 @@ def agree_on_members(
     Returns:
         An `End`.
     """
-    electorate, last = tuple(members), epoch
+    electorate = tuple(members)
     number, failure = epoch, ""
     while True:
         number += 1
         state = yield from _state_of(number)
         if state == "open":
-            decided = yield from _decide(me, number, electorate, note, is_planned=is_planned)
+            try:
+                decided = yield from _decide(me, number, electorate, note, is_planned=is_planned)
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                # Whoever chooses this member all the same finds out at once. If it comes back before, it confirms.
+                yield Tell(_key(number, "confirm", me), _interrupted(me, error))
+                raise
             if isinstance(decided, Late):
                 return msgspec.structs.replace(decided, failure=failure)
             if isinstance(decided, Refused):
@@ -272,7 +293,7 @@ def agree_on_members(
                     return Excluded(number, decided.members)
                 end = yield from _take_part(me, number, decided)
                 if isinstance(end, Complete):
-                    return msgspec.structs.replace(end, last=(last, electorate))
+                    return msgspec.structs.replace(end, last=(epoch, electorate))
                 if not isinstance(end, str):
                     return end
                 failure = end
@@ -280,19 +301,50 @@ def agree_on_members(
             # Who goes on without those that are lost takes no part in what others plan.
             state = "failed" if decided is None else (yield from _overtake(number, decided))
         if state != "failed":
-            if me not in state.members:
-                return Excluded(number, state.members)
-            # This member was interrupted when all was done: the others know it as one of theirs.
-            last, electorate = number, state.members
+            if me in state.members:
+                raise InternalError(f"member {me} is one of epoch {number} and goes on from epoch {epoch}")
+            return Excluded(number, state.members)
 
 
 def join(me: int, note: str) -> Steps:
     """Wait until a planned change has a place for this process, and take part in it; see `agree_on_members`.
 
     Returns:
-        `Prepared`; `Refused` if a member could not go on or did not come, or, with number 0, if nobody will ever take
-        it in; `Late` if nobody has invited it in time.
+        `Complete` once the change is decided; `Refused` if a member could not go on or did not come, or, with number 0,
+        if nobody will ever take it in; `Late` if nobody has invited it in time.
     """
+    try:
+        invitation = yield from _await_invitation(me, note)
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        yield from _stop_waiting(me, _interrupted(me, error), Tell)
+        raise
+    if isinstance(invitation, (Late, Refused)):
+        return invitation
+    number, decided = invitation
+    end = yield from _take_part(me, number, decided)
+    if isinstance(end, Late):
+        # A member had given the attempt up, for one that is missing, before another one chose who takes part.
+        who = f"member(s) {_listed(end.missing)}" if end.missing else "all that are to join"
+        return Refused(number, f"the change was given up: {who} did not come in time, or ended")
+    if not isinstance(end, Prepared):
+        return end
+    try:
+        decision = yield from commit(me, number, end.members)
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        yield Tell(_key(number, "decision"), _interrupted(me, error))
+        raise
+    if decision != OK:
+        yield Discard()
+        return Refused(number, f"the change was given up: {decision.removeprefix(LOST)}")
+    return Complete(number, end.members, (0, ()))
+
+
+def _await_invitation(me: int, note: str) -> Steps:
+    """Return the attempt that has a place for a process, and what was decided in it; or `Late` or `Refused`."""
     yield Put(f"joining/{me}", msgspec.json.encode(Presence((), note)).decode())
     while True:
         found = yield Get((f"invited/{me}", f"refused/{me}"))
@@ -301,14 +353,33 @@ def join(me: int, note: str) -> Steps:
         if found:
             number = int(found[f"invited/{me}"])
             decided = yield Get((_key(number, "members"),))
-            end = yield from _take_part(me, number, _decided_decoder.decode(decided[_key(number, "members")]))
-            if isinstance(end, Late):
-                # A member had given the attempt up, for one that is missing, before another one chose who takes part.
-                who = f"member(s) {_listed(end.missing)}" if end.missing else "all that are to join"
-                return Refused(number, f"the change was given up: {who} did not come in time, or ended")
-            return end
+            return number, _decided_decoder.decode(decided[_key(number, "members")])
         if (yield Pause(0, "invited")) == 2:
+            yield from _stop_waiting(me, f"member {me} has given up waiting", Put)
             return Late(0, ())
+
+
+def _stop_waiting(me: int, reason: str, say: type[Put | Tell]) -> Steps:
+    """Let nobody choose this process any more; if somebody has, let that attempt fail.
+
+    Voters look for `refused` behind their `invited`, and this looks for `invited` behind its `refused`: one of them
+    sees the other.
+    """
+    yield say(f"refused/{me}", reason)
+    found = yield Get((f"invited/{me}",))
+    if found:
+        yield say(_key(int(found[f"invited/{me}"]), "confirm", me), reason)
+
+
+def settle(number: int) -> Steps:
+    """Return whether an attempt is complete in which this member has made its groups; if it is undecided, it fails.
+
+    For a member that was interrupted behind `made`: it goes on from the epoch that the others know it to be in.
+    """
+    found = yield Get((_key(number, "members"),))
+    decided = _decided_decoder.decode(found[_key(number, "members")])
+    reason = _OVERTAKEN if decided.is_planned else f"{LOST}a member was interrupted"
+    return (yield from _overtake(number, decided, reason)) != "failed"
 
 
 def commit(me: int, number: int, members: tuple[int, ...]) -> Steps:
@@ -368,18 +439,46 @@ def _state_of(number: int) -> Steps:
     return "open" if go in (None, OK) and result is None and decision is None else "failed"
 
 
-def _overtake(number: int, decided: _Decided) -> Steps:
-    """Give a planned change up in whichever step it is; return "failed", or what was decided if all have committed."""
-    for name in ("go", "result", "decision"):
-        if (yield Swap(_key(number, name), _OVERTAKEN)) != OK:
+def _outcomes(number: int, decided: _Decided) -> tuple[str, ...]:
+    """Return the keys that are all `OK` once an attempt is complete, in the order in which they are decided."""
+    names = ("go", "result", "decision") if decided.is_planned else ("go", "result")
+    return tuple(_key(number, name) for name in names)
+
+
+def _overtake(number: int, decided: _Decided, reason: str = _OVERTAKEN) -> Steps:
+    """Give an attempt up in whichever step it is; return "failed", or what was decided if it is complete."""
+    for key in _outcomes(number, decided):
+        if (yield Swap(key, reason)) != OK:
             return "failed"
     return decided
 
 
 def _take_part(me: int, number: int, decided: _Decided) -> Steps:
-    """Return the end of an attempt for one of its voters; if the next one is to follow, why this one has failed."""
+    """Return the end of an attempt for one of its voters; if the next one is to follow, why this one has failed.
+
+    A voter that is interrupted lets the attempt fail unless it is complete.
+    """
+    try:
+        return (yield from _vote(me, number, decided))
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        # What it has not said yet itself, the others find when they look for it; also where they come to rest (`made`).
+        go, *others = _outcomes(number, decided)
+        made = [_key(number, "made", me)] if me in decided.members else []
+        for key in (_key(number, "confirm", me), go, *made, *others):
+            if (yield Tell(key, _interrupted(me, error))) != OK:
+                break
+        raise
+
+
+def _vote(me: int, number: int, decided: _Decided) -> Steps:
+    """Go through the steps of an attempt; see `_take_part`."""
     members, is_planned = decided.members, decided.is_planned
-    refusal = yield Judge(number, decided.chosen, (yield from _notes(number, decided.voters)))
+    notes, left = yield from _notes(number, decided.voters)
+    refusal = yield Judge(number, decided.chosen, notes)
+    if left:
+        refusal = refusal or f"member(s) {_listed(left)} no longer wait to join"
     yield Put(_key(number, "confirm", me), refusal or OK)
     go = yield from _gather(number, "confirm", "go", decided.voters)
     if go != OK:
@@ -398,18 +497,24 @@ def _take_part(me: int, number: int, decided: _Decided) -> Steps:
 
 
 def _notes(number: int, members: tuple[int, ...]) -> Steps:
-    """Return the notes of voters, those that join included; and let these know where they are expected."""
+    """Return the notes of voters, those that join included, and which of these have gone; invite them."""
     found = yield Get(
         tuple(key for each in members for key in (_key(number, "present", each), f"joining/{each}"))
     )
-    notes = {}
+    notes, joining = {}, []
     for member in members:
         present = found.get(_key(number, "present", member))
         if present is None:
             present = found[f"joining/{member}"]
             yield Put(f"invited/{member}", str(number))
+            joining.append(member)
         notes[member] = _presence_decoder.decode(present).note
-    return notes
+    refused = (yield Get(tuple(f"refused/{member}" for member in joining))) if joining else ()
+    return notes, [member for member in joining if f"refused/{member}" in refused]
+
+
+def _interrupted(me: int, error: BaseException) -> str:
+    return f"{LOST}member {me} was interrupted ({type(error).__name__})"
 
 
 def _decide(me: int, number: int, electorate: tuple[int, ...], note: str, *, is_planned: bool) -> Steps:

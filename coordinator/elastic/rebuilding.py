@@ -10,7 +10,7 @@ import msgspec
 
 from coordinator.bootstrap.world import Line, World
 from coordinator.elastic import joiners, protocol
-from coordinator.elastic.driver import Deadlines, Driver
+from coordinator.elastic.driver import Deadlines, Driver, ask
 from coordinator.elastic.ending import NOTHING, Ending
 from coordinator.elastic.layouts import LayoutRule, drop_replicas
 from coordinator.elastic.part import Change, Groups, Note, Part, Recipe, settings_facts
@@ -22,7 +22,7 @@ from device_comm.health import GroupHealth
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, ExcludedError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
 
-__all__ = ["Create", "Membership", "Plan", "PlanStatus", "join_members", "prepare", "rebuild"]
+__all__ = ["Create", "Membership", "Plan", "PlanStatus", "has_begun", "join_members", "prepare", "rebuild"]
 
 Create = Callable[[World, Recipe, ParallelLayout, float], Groups]
 """Creates all groups of a layout in a world, as a recipe says, within some seconds."""
@@ -100,13 +100,17 @@ def rebuild(
     create: Create[Groups],
     ending: Ending,
     healths: Sequence[GroupHealth],
+    unreturned: list[Groups],
 ) -> Groups:
-    """Agree with the other ranks on who is left, and create their groups. See `ParallelGroups.rebuild`."""
+    """Agree with the other ranks on who is left, and create their groups. See `ParallelGroups.rebuild`.
+
+    If this is interrupted, `unreturned` has the groups that may be those of the next epoch; see `has_begun`.
+    """
     line = old.world.line()
     revoke(healths)
     note = old.note(progress, f"rebuild with min_members={min_members}", timeout_s)
     where = f"rebuild (rank {old.world.rank} of epoch {line.epoch})"
-    choices = {"rule": rule, "min_members": min_members, "old": old.world}
+    choices = {"rule": rule, "min_members": min_members, "old": old.world, "unreturned": unreturned}
     with _taking_part(line, note, old.others(line), timeout_s, where, create, ending, **choices) as (
         part,
         driver,
@@ -121,6 +125,27 @@ def rebuild(
     raise ExcludedError(f"{failure}; it cannot go on with its device: {part.unfit}") from part.unfit
 
 
+def has_begun(line: Line, number: int, call: str, timeout_s: float) -> bool:
+    """Return whether the epoch has begun for whose groups an interrupted call of this member has left; see `settle`.
+
+    Raises:
+        CommTimeoutError: The store does not answer.
+        NativeError: It is gone.
+    """
+    found: bool = ask(line.store, protocol.settle(number), f"{call} (member {line.me})", timeout_s)
+    return found
+
+
+@contextmanager
+def _discarding(part: Part[Any]) -> Iterator[None]:
+    """Destroy the groups of a planned change if the block is interrupted: without this process nobody commits it."""
+    try:
+        yield
+    except BaseException:
+        part.discard()
+        raise
+
+
 def prepare(
     old: Membership,
     rule: LayoutRule,
@@ -131,6 +156,8 @@ def prepare(
     create: Create[Groups],
     ending: Ending,
     then: Callable[[Groups], None],
+    unreturned: list[Groups],
+    give_up: Callable[[BaseException], None],
 ) -> Plan[Groups]:
     """Agree on a planned change, and create its groups beside those that serve. See `ParallelGroups.prepare`."""
     size = old.world.size
@@ -146,15 +173,16 @@ def prepare(
         "pending": lambda staying: joiners.pending(line, staying, where, timeout_s),
         "joins": join,
         "old": old.world,
+        "unreturned": unreturned,
     }
     taking_part = _taking_part(line, note, old.others(line), timeout_s, where, create, ending, **choices)
     with ExitStack() as held:
         part, driver = held.enter_context(taking_part)
-        end = driver.run(
-            protocol.agree_on_members(line.me, line.epoch, line.members, _text(note), is_planned=True)
-        )
+        steps = protocol.agree_on_members(line.me, line.epoch, line.members, _text(note), is_planned=True)
+        with _discarding(part):
+            end = driver.run(steps)
         if isinstance(end, Prepared):
-            return Plan(part, old, end, timeout_s, held.pop_all(), then)
+            return Plan(part, old, end, timeout_s, held.pop_all(), then, give_up)
     raise _failure(end, where, line, timeout_s) from part.rule_error
 
 
@@ -174,17 +202,13 @@ def join_members(
     where = f"join (member {line.me})" if is_behind else f"join (member {line.me}, in the place of {place})"
     taking_part = _taking_part(line, note, {}, timeout_s, where, create, NOTHING, leave_store=leave_store)
     with taking_part as (part, driver):
-        end = driver.run(protocol.join(line.me, _text(note)))
+        with _discarding(part):
+            end = driver.run(protocol.join(line.me, _text(note)))
         if isinstance(end, Refused):
             raise (DisagreementError if end.number else UsageError)(f"{where}: {end.reason}")
-        if not isinstance(end, Prepared):
+        if not isinstance(end, Complete):
             hint = "" if is_behind else f"; the place is free once member {place} is lost or leaves"
             raise CommTimeoutError(f"{where}: nobody has taken it in within {timeout_s:.1f} s{hint}")
-        decision = driver.run(protocol.commit(line.me, end.number, end.members))
-        if decision != protocol.OK:
-            part.discard()
-            reason = decision.removeprefix(protocol.LOST)
-            raise DisagreementError(f"{where}: the change was given up: {reason}")
         return part.begin(end.number, end.members)
 
 
@@ -216,9 +240,15 @@ class Plan(Generic[Groups]):
         timeout_s: float,
         held: ExitStack,
         then: Callable[[Groups], None],
+        give_up: Callable[[BaseException], None],
     ) -> None:
-        """Use `ParallelGroups.prepare`. `held` is closed once the change is decided; `then` gets the new groups."""
+        """Use `ParallelGroups.prepare`.
+
+        `held` is closed once the change is decided. `then` gets the new groups; `give_up` breaks them if the commit is
+        interrupted behind the decision.
+        """
         self._held = held
+        self._give_up = give_up
         self._then = then
         self._part = part
         self._old = old
@@ -262,11 +292,15 @@ class Plan(Generic[Groups]):
             NativeError: The store is gone.
             CudaError: The change is made, but this rank cannot go on with its device. The others find it gone.
             Others: What a callback has raised; see `ParallelGroups.on_rebuild`. The change is made.
+
+        What interrupts it before the decision is raised, and it may be called again. Behind the decision the change is
+        made: then `rebuild` of the old record goes on from the new groups, as after the error of a callback.
         """
         line, end = self._old.world.line(), self._end
         if self._phase != "prepared":
             raise UsageError(f"commit: the change is {self._phase}")
         if line.me in end.members:
+            self._part.keep()
             decision = self._run("commit", protocol.commit(line.me, end.number, end.members))
         else:
             decision = self._run("commit", protocol.await_decision(end.number))
@@ -278,14 +312,18 @@ class Plan(Generic[Groups]):
             raise DisagreementError(f"commit: the change was given up, the old groups serve on: {reason}")
         self._phase = "committed"
         groups = None
-        with self._held:
-            self._part.finish(end.number)
-            if line.me in end.members:
-                groups = self._part.begin(end.number, end.members)
-            else:
-                self._part.leave()
-        if groups is not None:
-            self._then(groups)
+        try:
+            with self._held:
+                self._part.finish(end.number)
+                if line.me in end.members:
+                    groups = self._part.begin(end.number, end.members)
+                else:
+                    self._part.leave()
+            if groups is not None:
+                self._then(groups)
+        except BaseException as error:
+            self._give_up(error)
+            raise
         return groups
 
     def abort(self, reason: str = "a rank has aborted it") -> None:

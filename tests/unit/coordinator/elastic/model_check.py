@@ -1,4 +1,4 @@
-"""Explore every order in which the ranks of an agreement on members can be scheduled, crash, and give up waiting.
+"""Explore every order in which the ranks of an agreement can be scheduled, crash, give up waiting and be interrupted.
 
 A state is what the store holds and where each rank's generator is, with its local variables. Two ways to the same state
 are explored once. What only its own rank notices is done together with the step before it.
@@ -27,9 +27,10 @@ from coordinator.elastic.protocol import (
     Put,
     Swap,
     TearDown,
+    Tell,
 )
 
-__all__ = ["Limits", "Result", "explore"]
+__all__ = ["Gone", "Limits", "Result", "explore"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +39,21 @@ class Limits:
 
     Attributes:
         crashes: How many ranks may crash, each at any step.
+        strikes: How often members are interrupted, each at any step, and call `rebuild` once more.
         give_ups: How often a rank that waits may have waited long enough although others go on.
         overwrites: Keys that end with this are overwritten by `Swap`: a seeded bug. Empty for none.
         joiners: How many ranks join in a planned change.
         leavers: Members that leave in a planned change.
         is_planned: Whether it is one.
         rebuilders: Members that call `rebuild` while the others plan a change; these do so once that has failed.
+        forgets: Whether interrupted members forget what they have built: a seeded bug.
         failing: Ranks that cannot create their groups, for reasons of their own.
         strays: Members that call `rebuild` where they should commit what is prepared.
         members: How many there are; `explore` fills it in.
     """
 
     crashes: int = 0
+    strikes: int = 0
     give_ups: int = 0
     overwrites: str = ""
     joiners: int = 0
@@ -57,6 +61,7 @@ class Limits:
     is_planned: bool = False
     rebuilders: tuple[int, ...] = ()
     failing: tuple[int, ...] = ()
+    forgets: bool = False
     strays: tuple[int, ...] = ()
     members: int = 0
 
@@ -101,13 +106,13 @@ class _Place:
         told: One series of answers that leads there.
         wants: What it has yielded; None at its end.
         end: What it has returned.
-        is_planned: Whether it plans a change, where it agrees on members.
+        is_planned: Whether it plans a change, where it agrees on members; else None.
     """
 
     told: tuple[Any, ...]
     wants: Any
     end: End | None
-    is_planned: bool = False
+    is_planned: bool | None = None
 
 
 class _Program:
@@ -135,7 +140,7 @@ class _Program:
                 wants = _next(generator, answer)
         except StopIteration as stop:
             return self._places.setdefault(repr(stop.value), _Place(told, None, stop.value))
-        parts, inner, is_planned = [repr(wants)], generator, False
+        parts, inner, is_planned = [repr(wants)], generator, None
         while inner is not None:
             local = {
                 name: value for name, value in inspect.getgeneratorlocals(inner).items() if name not in _STALE
@@ -146,9 +151,29 @@ class _Program:
         return self._places.setdefault("; ".join(parts), _Place(told, wants, None, is_planned))
 
 
+class _StruckError(Exception):
+    """Interrupts a rank."""
+
+
+_STRUCK: Final = "struck"
+"""The answer by which a rank is interrupted."""
+
+
+class Gone(NamedTuple):
+    """The end of a rank that was interrupted in a planned change."""
+
+    number: int
+
+
+class _Serve(NamedTuple):
+    """Have groups of an epoch, until somebody breaks them; then return True. Return False once all others are done."""
+
+    number: int
+
+
 def _next(generator: Any, answer: Any) -> Any:
     """Tell the generator `answer`, and do what concerns its rank alone; return what it wants next."""
-    wants = generator.send(answer)
+    wants = generator.throw(_StruckError()) if answer == _STRUCK else generator.send(answer)
     while isinstance(wants, (TearDown, Discard, Judge)):
         wants = generator.send("" if isinstance(wants, Judge) else None)
     return wants
@@ -162,6 +187,7 @@ class _State(NamedTuple):
     give_ups: int
     # Ranks for which something has changed since they last paused: only these look again without a time-out.
     stirred: frozenset[int]
+    strikes: int = 0
 
     def key(self) -> tuple[Any, ...]:
         """Return what tells this state from others. Where a rank that has crashed was does not matter."""
@@ -170,7 +196,15 @@ class _State(NamedTuple):
             me for me, place in enumerate(self.places) if place.end is None and me not in self.crashed
         )
         stirred = self.stirred & running
-        return _relevant(self.store), places, self.crashed, self.building, self.give_ups, stirred
+        return (
+            _relevant(self.store),
+            places,
+            self.crashed,
+            self.building,
+            self.give_ups,
+            stirred,
+            self.strikes,
+        )
 
 
 @functools.cache
@@ -199,9 +233,11 @@ def explore(members: int, limits: Limits) -> Result:
     programs = [_Program(partial(protocol.agree_on_members, me, 0, everybody)) for me in everybody]
     if limits.is_planned:
         programs = [_Program(partial(_planned, me, everybody, limits)) for me in everybody]
+    elif limits.strikes:
+        programs = [_Program(partial(_serving, me, everybody, limits)) for me in everybody]
     programs += [_Program(partial(_joining, members + each)) for each in range(limits.joiners)]
     places = tuple(program.start for program in programs)
-    start = _State((), places, frozenset(), frozenset(), limits.give_ups, frozenset())
+    start = _State((), places, frozenset(), frozenset(), limits.give_ups, frozenset(), limits.strikes)
     result, seen, stack = Result(), set[Any](), [start]
     while stack:
         state = stack.pop()
@@ -225,7 +261,10 @@ def explore(members: int, limits: Limits) -> Result:
 
 def _planned(me: int, members: tuple[int, ...], limits: Limits) -> Any:
     if me not in limits.rebuilders:
-        end = yield from protocol.agree_on_members(me, 0, members, is_planned=True)
+        try:
+            end = yield from protocol.agree_on_members(me, 0, members, is_planned=True)
+        except _StruckError:
+            return Gone(0)
         if me not in limits.strays or not isinstance(end, protocol.Prepared):
             end = yield from _decided(me, end)
         has_failed = isinstance(end, (protocol.Refused, protocol.Late, protocol.Prepared))
@@ -235,8 +274,41 @@ def _planned(me: int, members: tuple[int, ...], limits: Limits) -> Any:
     return (yield from protocol.agree_on_members(me, 0, members))
 
 
+def _serving(me: int, everybody: tuple[int, ...], limits: Limits) -> Any:
+    """Call `rebuild` until it returns groups that nobody breaks."""
+    epoch, members = 0, everybody
+    while True:
+        try:
+            end = yield from protocol.agree_on_members(me, epoch, members)
+            if not isinstance(end, protocol.Complete):
+                return end
+            if not (yield _Serve(end.number)):
+                return end
+            epoch, members = end.number, end.members
+        except _StruckError:
+            built = yield from _built(me, epoch)
+            if built and not limits.forgets and (yield from protocol.settle(built)):
+                found = yield Get((f"{built}/members",))
+                epoch, members = built, protocol._decided_decoder.decode(found[f"{built}/members"]).members
+                yield Put(f"broken/{epoch}", "")
+                del found
+            del built
+
+
+def _built(me: int, epoch: int) -> Any:
+    """Return the last attempt behind `epoch` in which a member says that it has built; 0 if there is none."""
+    found = yield Get(tuple(f"{number}/made/{me}" for number in range(epoch + 1, epoch + 9)))
+    return max(
+        (int(key.partition("/")[0]) for key, value in found.items() if value == protocol.OK), default=0
+    )
+
+
 def _joining(me: int) -> Any:
-    return (yield from _decided(me, (yield from protocol.join(me, ""))))
+    is_planned = True  # noqa: F841 - marks where it may be interrupted
+    try:
+        return (yield from protocol.join(me, ""))
+    except _StruckError:
+        return Gone(0)
 
 
 def _decided(me: int, end: End) -> Any:
@@ -288,11 +360,17 @@ def _following(state: _State, programs: list[_Program], limits: Limits) -> Itera
         for answer, changed in _answers(me, state, store, limits):
             moved = True
             yield told(me, answer, **changed)
+        place = state.places[me]
+        if state.strikes and place.is_planned is not None and not isinstance(place.wants, Tell):
+            yield told(me, _STRUCK, strikes=state.strikes - 1)
         if isinstance(state.places[me].wants, Pause) and state.give_ups:
             for waited in (1, 2):
                 yield told(me, waited, give_ups=state.give_ups - 1)
     if not moved:
         # All wait: time passes, and each of them may be the first to have waited long enough.
+        if all(isinstance(state.places[me].wants, _Serve) for me in running):
+            for me in running:
+                yield told(me, False)
         for me in running:
             if isinstance(state.places[me].wants, Pause):
                 yield told(me, 1)
@@ -310,14 +388,21 @@ def _answers(
     if isinstance(wants, Choose) and not state.places[me].is_planned:
         yield Chosen(wants.alive), {}
     elif isinstance(wants, Choose):
-        joiners = tuple(me for me in range(limits.members, len(state.places)) if f"joining/{me}" in store)
+        joiners = tuple(
+            me
+            for me in range(limits.members, len(state.places))
+            if f"joining/{me}" in store and f"refused/{me}" not in store and f"invited/{me}" not in store
+        )
         stay = tuple(member for member in wants.alive if member not in limits.leavers)
         yield (None if len(joiners) < limits.joiners else Chosen(stay + joiners)), {}
     elif isinstance(wants, Put):
         yield None, {"store": _sorted({**store, wants.key: wants.value})}
     elif isinstance(wants, Get):
         yield {key: store[key] for key in wants.keys if key in store}, {}
-    elif isinstance(wants, Swap):
+    elif isinstance(wants, _Serve):
+        if f"broken/{wants.number}" in store:
+            yield True, {}
+    elif isinstance(wants, (Swap, Tell)):
         is_kept = wants.key in store and not (limits.overwrites and wants.key.endswith(limits.overwrites))
         value = store[wants.key] if is_kept else wants.value
         yield value, {"store": _sorted({**store, wants.key: value})}
@@ -338,8 +423,9 @@ def _answers(
 
 
 def _has_left(wants: Build, store: Mapping[str, str]) -> bool:
-    """Return whether the step has ended without this rank: those that wait for it have given up."""
-    return store.get(f"{wants.number}/result", protocol.OK) != protocol.OK
+    """Return whether the step has ended without this rank, or a member that is needed has left it."""
+    keys = [f"{wants.number}/result", *(f"{wants.number}/made/{member}" for member in wants.members)]
+    return any(store.get(key, protocol.OK) != protocol.OK for key in keys)
 
 
 def _sorted(store: dict[str, str]) -> tuple[tuple[str, str], ...]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from typing import cast
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from coordinator.elastic.ending import Ending, Meeting, ending_of
+from coordinator.bootstrap.world import Line
+from coordinator.elastic.ending import NOTHING, Ending, Meeting, ending_of
+from coordinator.elastic.part import Note, Part
 from coordinator.graph_capture import CaptureGuard
 from device_comm.base import DeviceCommunicator
 from shm_broadcast.errors import CommError, CommTimeoutError, CudaError, GroupBrokenError, PeerLostError
+from shm_broadcast.liveness import PeerWatch, this_process
 from tests.waiting import wait_until
 
 RANKS = {7: 0, 9: 2}
@@ -49,6 +54,23 @@ def test_members_wait_until_all_have_come() -> None:
     meeting(store, 9).come(RANKS, 20.0)
     thread.join(20.0)
     assert passed.is_set()
+
+
+def test_the_end_of_an_epoch_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Though both the log and what the meeting raises begin with it, on this rank and on those that it tells."""
+    store, me = dist.HashStore(), this_process()
+    failing = NOTHING._replace(
+        quiesce=mock.Mock(side_effect=GroupBrokenError("the end of epoch 0: rank 1 is gone"))
+    )
+    line, note = Line(store, 0, 0, (), (), 1), Note(me, {}, {}, 0, 0, rank=0)
+    with (
+        closing(PeerWatch(me, {})) as watch,
+        closing(Part(line, note, watch, mock.Mock(), failing, 1.0)) as part,
+    ):
+        part.finish(1)
+    (record,) = caplog.records
+    assert record.getMessage() == "the end of epoch 0: rank 1 is gone"
+    assert store.get("1/rest/0") == b"rank 1 is gone"
 
 
 @pytest.mark.guarantee("D88")

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.elastic import protocol
+from coordinator.errors import InternalError
 from tests.unit.coordinator.elastic.model_check import Limits, explore
 
 
@@ -54,6 +55,54 @@ def test_a_planned_change_is_made_by_all_or_by_nobody(limits: Limits) -> None:
         made = [each for each in end if each.startswith(("Complete", "Excluded"))]
         given_up = [each for each in end if each.startswith(("Refused", "Late"))]
         assert not (made and given_up), end
+
+
+@pytest.mark.guarantee("E1", "E5")
+@pytest.mark.parametrize(
+    ("members", "limits"),
+    [
+        (2, Limits(strikes=1)),
+        (2, Limits(strikes=1, crashes=1)),
+        pytest.param(2, Limits(strikes=2), marks=pytest.mark.thorough),
+        pytest.param(3, Limits(strikes=1), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_members_that_are_interrupted_at_any_step_come_back_into_one_epoch(
+    members: int, limits: Limits
+) -> None:
+    """All who are left have groups of one epoch in the end, wherever a member was interrupted and called again."""
+    for end in explore(members, limits).ends:
+        left = [each for each in end if each != "crashed"]
+        assert all(each.startswith("Complete") for each in left), end
+        assert len(set(left)) <= 1 or len(left) < members, end
+
+
+@pytest.mark.guarantee("E5")
+def test_a_member_that_forgets_what_it_has_built_is_found() -> None:
+    """A seeded bug: it goes on from an epoch that the others have left."""
+    with pytest.raises(InternalError, match="is one of epoch 1 and goes on from epoch 0"):
+        explore(2, Limits(strikes=1, forgets=True))
+
+
+@pytest.mark.guarantee("E8")
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(is_planned=True, strikes=1),
+        Limits(is_planned=True, leavers=(1,), strikes=1),
+        pytest.param(Limits(is_planned=True, joiners=1, strikes=1), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_who_is_interrupted_in_a_planned_change_ends_it_for_all_or_has_no_say(limits: Limits) -> None:
+    """The others do the same; no change is made without a member that is to go on in it."""
+    for end in explore(2, limits).ends:
+        made = [each for each in end if each.startswith(("Complete", "Excluded"))]
+        given_up = [each for each in end if each.startswith(("Refused", "Late"))]
+        assert not (made and given_up), end
+        stays = [each for rank, each in enumerate(end[:2]) if rank not in limits.leavers]
+        assert not (made and "Gone 0" in stays), end
 
 
 @pytest.mark.guarantee("E4")

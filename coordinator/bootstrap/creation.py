@@ -114,10 +114,16 @@ def create_parts(
             # Nothing is called behind it: an interrupt comes before, or finds all of them in `made`.
             made += [builder.connect(*how) for builder in builders]
         except BaseException as error:
-            if agreed.is_set():
-                # An interrupt may come when all have just agreed: the others wait in the groups.
-                unbuilt = [status_store(*each) for each in zip(plans, stores, strict=True)][len(builders) :]
-            give_up(builders, error, unbuilt)
+            try:
+                if agreed.is_set():
+                    # An interrupt may come when all have just agreed: the others wait in the groups.
+                    unbuilt = [status_store(*each) for each in zip(plans, stores, strict=True)][
+                        len(builders) :
+                    ]
+                give_up(builders, error, unbuilt)
+            except BaseException:  # one more interrupt
+                undo(builders)
+                raise
             raise
     return made
 
@@ -234,11 +240,21 @@ def give_up(
             builder.health.fail(error, _WHAT, known)
     for store in unbuilt:
         store.publish(known or failure_of(error, store.rank, _WHAT), within_s=SLICE_S)
-    for builder in builders:
-        builder.undo()
+    undo(builders)
     if isinstance(error, CapabilityError) and (builders or unbuilt):
         # Stay alive for a moment: this rank may host the store from which the others read the reason.
         time.sleep(LINGER_S)
+
+
+def undo(builders: Sequence[GroupBuilder]) -> None:
+    """Release what was connected for groups that nobody gets; all of it, if this is interrupted once. Idempotent."""
+    try:
+        for builder in builders:
+            builder.undo()
+    except BaseException:
+        for builder in builders:
+            builder.undo()
+        raise
 
 
 def device_of(backend: str, local_rank: int) -> torch.device:

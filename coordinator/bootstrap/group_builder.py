@@ -345,12 +345,14 @@ class GroupBuilder:
         )
 
     def undo(self) -> None:
-        """Release what was connected. Idempotent."""
+        """Release what was connected. Idempotent; a call that is interrupted leaves the rest to the next one."""
+        if self.health.is_inherited:
+            return
         if self.health.close():
             self.health.say_goodbye()
-            self.health.abort()
-            self._made.close()
-            self.health.release()
+        self.health.abort()
+        self._made.close()
+        self.health.release()
 
 
 def _check_others(watch: PeerWatch, health: GroupHealth) -> None:

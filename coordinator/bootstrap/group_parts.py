@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from coordinator.host.process_groups import (
 )
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
-from shm_broadcast.errors import CapabilityError
+from shm_broadcast.errors import CapabilityError, ClosedError
 from shm_broadcast.liveness import ProcessIdentity
 
 
@@ -75,11 +76,23 @@ class GroupProcessGroups:
     device: dist.ProcessGroup | None = None
     _siblings: int = 0
     _adopted: list[dist.ProcessGroup] = dataclasses.field(default_factory=list)
+    _is_destroyed: bool = False
+    # A signal handler may destroy the group while this thread holds it.
+    _lock: threading.RLock = dataclasses.field(default_factory=threading.RLock, repr=False)
 
     def adopt(self, group: dist.ProcessGroup) -> None:
-        """Destroy `group` together with these process groups, and keep forked children from finalising it."""
-        self._adopted.append(group)
-        fork_guard.protect(group)
+        """Destroy `group` together with these process groups, and keep forked children from finalising it.
+
+        Raises:
+            ClosedError: They are destroyed, and `group` now too: a thread was still connecting it.
+        """
+        with self._lock:
+            self._adopted.append(group)
+            fork_guard.protect(group)
+            if not self._is_destroyed:
+                return
+        self.destroy()
+        raise ClosedError(f"{self.name!r}: destroyed while a process group was connected")
 
     def owns(self, group: object) -> bool:
         """Return whether `group` is one of these."""
@@ -150,13 +163,19 @@ class GroupProcessGroups:
         return group, gloo
 
     def destroy(self) -> None:
-        """Destroy all of them. Idempotent."""
-        for group in reversed(self._adopted):
+        """Destroy all of them, and those that a thread still connects once they are. Idempotent."""
+        while True:
+            with self._lock:
+                self._is_destroyed = True
+                group = self._adopted[-1] if self._adopted else None
+            if group is None:
+                break
             # torch no longer knows the groups of a world that was destroyed before.
             with suppress(ValueError, AssertionError):
                 dist.destroy_process_group(group)
             fork_guard.release(group)
-        self._adopted.clear()
+            with self._lock, suppress(ValueError):  # another thread has done so
+                self._adopted.remove(group)
         self.host = self.device = None
 
 
@@ -224,11 +243,19 @@ def kept(made: Sequence[GroupParts]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for parts in made:
-            parts.health.fail(error, "creating groups")
-            if parts.health.close():
-                parts.destroy(0.0, OpenSends())
+        _release(made, error)
         raise
+
+
+def _release(made: Sequence[GroupParts], error: BaseException) -> None:
+    """Destroy groups because of `error`, also behind one whose end is interrupted."""
+    if made:
+        try:
+            made[0].health.fail(error, "creating groups")
+            if made[0].health.close():
+                made[0].destroy(0.0, OpenSends())
+        finally:
+            _release(made[1:], error)
 
 
 __all__ = ["GroupParts", "GroupPlan", "GroupProcessGroups", "kept"]

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from coordinator.bootstrap.agreement.agreeing import agree
+from coordinator.bootstrap.agreement.agreeing import agree, declining
 from coordinator.bootstrap.agreement.views import View, Views
 from coordinator.bootstrap.blocking_calls import ask_store
-from coordinator.bootstrap.creation import PROTOCOL_VERSION, give_up
+from coordinator.bootstrap.creation import PROTOCOL_VERSION, give_up, undo
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, kept
 from coordinator.bootstrap.membership import Membership, own_address
@@ -113,9 +113,12 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
                     builder.confirm()
                     made += [builder.connect(True, agreement_s, (name,))]
             except BaseException as error:
-                give_up(
-                    builders, error, [status_store(plan, store)] if agreed.is_set() and not builders else []
-                )
+                try:
+                    unbuilt = [status_store(plan, store)] if agreed.is_set() and not builders else []
+                    give_up(builders, error, unbuilt)
+                except BaseException:  # one more interrupt
+                    undo(builders)
+                    raise
                 raise
         if not made:
             return build_gloo_backend(options, GlooOptions(views.listening_address(LOOPBACK)))

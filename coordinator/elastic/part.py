@@ -432,7 +432,9 @@ class Part(Generic[Groups]):
             self._leave_store = None
         self._ending.follow(self.line.epoch, number)
         self._world.show()
-        return self._made.with_change(self.change(number, members))
+        begun = self._made.with_change(self.change(number, members))
+        self._made = self._world = None
+        return begun
 
     def change(self, number: int, members: tuple[int, ...]) -> Change:
         """Return what has changed with an epoch."""
@@ -459,8 +461,10 @@ class Part(Generic[Groups]):
             leave()
 
     def close(self) -> None:
-        """Stop watching processes that join. Idempotent."""
+        """Stop watching processes that join, and destroy groups that nobody has. Idempotent."""
         self._forget_joining()
+        if not any(each is self._made for each in self._unreturned):
+            self.discard()
         # Where no groups have followed those that were torn down, another try needs the store.
         owner = self._old if self._made is None else self._world
         if self._old is not None and owner is not None and self._leave_store is not None:

@@ -136,16 +136,6 @@ def has_begun(line: Line, number: int, call: str, timeout_s: float) -> bool:
     return found
 
 
-@contextmanager
-def _discarding(part: Part[Any]) -> Iterator[None]:
-    """Destroy the groups of a planned change if the block is interrupted: without this process nobody commits it."""
-    try:
-        yield
-    except BaseException:
-        part.discard()
-        raise
-
-
 def prepare(
     old: Membership,
     rule: LayoutRule,
@@ -179,8 +169,7 @@ def prepare(
     with ExitStack() as held:
         part, driver = held.enter_context(taking_part)
         steps = protocol.agree_on_members(line.me, line.epoch, line.members, _text(note), is_planned=True)
-        with _discarding(part):
-            end = driver.run(steps)
+        end = driver.run(steps)
         if isinstance(end, Prepared):
             return Plan(part, old, end, timeout_s, held.pop_all(), then, give_up)
     raise _failure(end, where, line, timeout_s) from part.rule_error
@@ -202,8 +191,7 @@ def join_members(
     where = f"join (member {line.me})" if is_behind else f"join (member {line.me}, in the place of {place})"
     taking_part = _taking_part(line, note, {}, timeout_s, where, create, NOTHING, leave_store=leave_store)
     with taking_part as (part, driver):
-        with _discarding(part):
-            end = driver.run(protocol.join(line.me, _text(note)))
+        end = driver.run(protocol.join(line.me, _text(note)))
         if isinstance(end, Refused):
             raise (DisagreementError if end.number else UsageError)(f"{where}: {end.reason}")
         if not isinstance(end, Complete):

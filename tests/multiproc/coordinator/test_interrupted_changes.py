@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from coordinator import group_registry
 from coordinator.elastic.driver import Driver
 from coordinator.elastic.ending import Meeting
 from coordinator.elastic.joining import join_distributed_environment
@@ -142,8 +143,10 @@ def interrupted_in_prepare(rank: int, world_size: int, directory: Path) -> str:
     meet(rank, world_size, directory)
     told = ""
     if rank == 1:
+        before = set(group_registry._groups)
         with struck_at(has_built), pytest.raises(StruckError):
             groups.prepare(leave=[2], timeout_s=TIMEOUT_S)
+        assert set(group_registry._groups) == before, "what it had built is destroyed"
     else:
         with pytest.raises(CommError) as caught:
             groups.prepare(leave=[2], timeout_s=TIMEOUT_S).commit()

@@ -46,8 +46,9 @@ class _Landing:
     def __init__(self, handle: Handle, into: torch.Tensor, flat: torch.Tensor) -> None:
         self._handle = handle
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (into, flat)
-        # The thread that completes a future and the caller may both find the receive complete.
-        self._lock = threading.Lock()
+        # The thread that completes a future and the caller may both find the receive complete; so may a signal handler
+        # while either copies, which then copies the same once more.
+        self._lock = threading.RLock()
 
     def is_completed(self) -> bool:
         """Return whether the tensor is filled."""
@@ -62,8 +63,9 @@ class _Landing:
 
     def _finish(self) -> None:
         with self._lock:
-            if self._tensors is not None:
-                into, flat = self._tensors
+            tensors = self._tensors
+            if tensors is not None:
+                into, flat = tensors
                 into.copy_(flat.view(into.shape))
             self._tensors = None
 
@@ -114,6 +116,7 @@ class BackendProcessGroup(TorchCollectives):
         self._beside: dict[str, dist.ProcessGroup] = {}
         self._barriers = itertools.count(1)
         self._name = self._description = health.name
+        self._is_ending = False
 
     # ------------------------------------------------------------------ what torch asks of a process group
 
@@ -287,10 +290,21 @@ class BackendProcessGroup(TorchCollectives):
         self._end(0.0)
 
     def _end(self, within_s: float) -> None:
-        if not self._parts.health.close():
+        if self._is_ending or self._parts.health.is_inherited:
             return
+        # Nothing is called between the look and the `try`: who has begun this ends it. What a signal handler raises may
+        # come before any part of it, and ends one wait only.
+        self._is_ending = True
+        try:
+            self._release(within_s)
+        except BaseException:
+            self._release(0.0)
+            raise
+
+    def _release(self, within_s: float) -> None:
+        """Release everything, also behind what is interrupted. Another call does the rest of one that was."""
+        self._parts.health.close()
         deadline = time.monotonic() + within_s
-        # What a signal handler raises ends one wait; everything is released all the same.
         with ExitStack() as ending:
             ending.callback(self._beside.clear)
             ending.callback(lambda: self._callbacks.close(max(deadline - time.monotonic(), 0.1)))

@@ -88,15 +88,11 @@ def create_parts(
     named = {rank for plan in plans for rank in plan.membership.everyone}
     everyone = sorted(named or range(world.size))
     stores = [dist.PrefixStore(f"group_coordinator/{plan.name}", store) for plan in plans]
-    builders, unbuilt, agreed = list[GroupBuilder](), list[WorldStatusStore](), threading.Event()
-    made = list[GroupParts]()
+    builders, made, agreed = list[GroupBuilder](), list[GroupParts](), threading.Event()
     with kept(made), ExitStack() as offered:
         try:
             with declining(dist.PrefixStore(prefix, store), what, world.rank):
-                name_host(settings.host_id)
-                begin_record(world.lasting_store, world.rank, brief)
-                regions = [prepare_region(plan, host_ids or {}, offered) for plan in plans]
-                address = own_address(settings.interface, store)
+                regions, address = _prepare(plans, world, brief, host_ids or {}, offered)
             offers = msgspec.json.encode([region.offer for region in regions]).decode()
             own = View(every_fact, this_process(), address, shared_memory.host_id(), offers)
             started = time.perf_counter()
@@ -115,17 +111,28 @@ def create_parts(
             made += [builder.connect(*how) for builder in builders]
         except BaseException as error:
             try:
-                if agreed.is_set():
-                    # An interrupt may come when all have just agreed: the others wait in the groups.
-                    unbuilt = [status_store(*each) for each in zip(plans, stores, strict=True)][
-                        len(builders) :
-                    ]
-                give_up(builders, error, unbuilt)
+                # An interrupt may come when all have just agreed: the others wait in the groups.
+                rest = list(zip(plans, stores, strict=True))[len(builders) :] if agreed.is_set() else []
+                give_up(builders, error, [status_store(*each) for each in rest])
             except BaseException:  # one more interrupt
                 undo(builders)
                 raise
             raise
     return made
+
+
+def _prepare(
+    plans: Sequence[GroupPlan],
+    world: World,
+    settings: CoordinatorSettings,
+    host_ids: Mapping[int, str],
+    offered: ExitStack,
+) -> tuple[list[shared_memory.Preparation], str]:
+    """Return what this rank brings to the agreement: the memory of its groups, and its address."""
+    name_host(settings.host_id)
+    begin_record(world.lasting_store, world.rank, settings)
+    regions = [prepare_region(plan, host_ids, offered) for plan in plans]
+    return regions, own_address(settings.interface, world.store)
 
 
 def _agree(

@@ -1,0 +1,117 @@
+"""A creation that fails leaves nothing, also if its ranks connect after all, or are interrupted while they give up."""
+
+import threading
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from coordinator.bootstrap import creation, fork_guard
+from coordinator.bootstrap.group_builder import GroupBuilder
+from coordinator.bootstrap.group_parts import GroupProcessGroups
+from coordinator.errors import CapabilityError, ClosedError
+from tests.crash.test_interrupts import PROMPT_S, interrupt
+from tests.handlers import handling_at
+from tests.harness import RankPool
+from tests.leaks import Snapshot, leaked_since
+from tests.waiting import wait_until
+from tests.worlds import ApartPool, meet, new_group, outcome_of, world
+
+
+def groups_of_torch() -> int:
+    known: Any = dist.distributed_c10d
+    return len(known._world.pg_map)
+
+
+def connected_late(rank: int, world_size: int, directory: Path) -> list[Any]:
+    connect, goes_on = GroupProcessGroups.connect_device, threading.Event()
+
+    def connect_later(self: GroupProcessGroups) -> Any:
+        goes_on.wait()
+        return connect(self)
+
+    with world(rank, world_size, directory) as group:
+        before = Snapshot.take(), groups_of_torch(), list(fork_guard._protected)
+        with mock.patch.object(GroupProcessGroups, "connect_device", connect_later):
+            create = partial(new_group, group)
+            found = interrupt(create) if rank == 0 else outcome_of(create)
+        meet(rank, range(world_size), directory, "given-up")
+        goes_on.set()
+        left = leaked_since(before[0])
+        wait_until(lambda: groups_of_torch() == before[1], "torch to forget the group")
+        wait_until(lambda: list(fork_guard._protected) == before[2], "its end")
+        meet(rank, range(world_size), directory, "looked")
+        with new_group(group) as again:
+            again.barrier()
+        return [found["kind"], found["seconds"] < PROMPT_S, left]
+
+
+@pytest.mark.guarantee("G37")
+def test_ranks_that_connect_once_the_creation_has_failed_keep_no_connection(ranks2: RankPool) -> None:
+    """Nobody gets the process group whose thread was left behind: it is destroyed as soon as it is connected."""
+    found = ApartPool(ranks2).run(connected_late)
+    assert found == [["KeyboardInterrupt", True, []], ["PeerLostError", True, []]]
+
+
+def test_a_process_group_that_comes_too_late_is_destroyed() -> None:
+    """Who connects it is told so."""
+    groups = GroupProcessGroups("tp:0", [0, 1], "gloo", "127.0.0.1", 20.0)
+    early, late = mock.sentinel.early, mock.sentinel.late
+    with mock.patch.object(dist, "destroy_process_group") as destroy:
+        groups.adopt(early)
+        groups.destroy()
+        with pytest.raises(ClosedError, match="destroyed while a process group was connected"):
+            groups.adopt(late)
+        groups.destroy()
+    assert [call.args for call in destroy.call_args_list] == [(early,), (late,)]
+    assert not fork_guard._protected.keys() & {id(early), id(late)}
+
+
+def shared_maps() -> int:
+    """Return how many pieces of shared memory this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd")
+
+
+GIVING_UP = ("bootstrap/creation.py", "bootstrap/group_builder.py", "device_comm/health.py")
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def struck_while_giving_up(rank: int, world_size: int, directory: Path) -> int:
+    """Let the creation fail on both ranks, and strike rank 0 at each place of what it does then."""
+    step, comes, give_up = 0, True, creation.give_up
+    with world(rank, world_size, directory) as group, ExitStack() as patched:
+        patched.enter_context(mock.patch.object(creation, "LINGER_S", 0.0))
+        with new_group(group) as first:
+            first.barrier()
+        group.broadcast_object(True, 0)
+        before, maps = Snapshot.take(), shared_maps()
+        while comes:
+            strike = partial(handling_at, step, handler=raise_interrupt, places=GIVING_UP)
+            with ExitStack() as planted:
+                planted.enter_context(
+                    mock.patch.object(GroupBuilder, "confirm", side_effect=CapabilityError("planted"))
+                )
+                if rank == 0:
+                    struck = lambda *args, strike=strike: strike(lambda: give_up(*args))  # noqa: E731
+                    planted.enter_context(mock.patch.object(creation, "give_up", struck))
+                found = outcome_of(partial(new_group, group))
+            comes = bool(group.broadcast_object(found["kind"] == "KeyboardInterrupt", 0))
+            step += 1
+        left = leaked_since(before)
+        assert left == [], left
+        assert shared_maps() == maps
+        return step
+
+
+@pytest.mark.guarantee("G37")
+def test_a_rank_that_is_interrupted_while_it_gives_up_leaves_nothing(ranks2: RankPool) -> None:
+    """What one handler has kept it from is done all the same."""
+    for steps in ranks2.run(struck_while_giving_up):
+        assert steps > 10

@@ -269,6 +269,34 @@ def test_a_host_of_the_store_that_is_stopped_during_the_rendezvous_is_named() ->
     assert found["seconds"] < PROMPT_S
 
 
+def end_before_a_group(rank: int, world_size: int, directory: Path, port: int, end: str) -> dict[str, Any]:
+    """Let rank 0, which serves the store, end before rank 1 creates a group."""
+    settings = CoordinatorSettings.resolve({}, create_timeout_s=10.0)
+    method = f"tcp://127.0.0.1:{port}"
+    init_distributed_environment(world_size, rank, method, backend="gloo", settings=settings)
+    meet(rank, range(world_size), directory, "ready")
+    if rank == 0:
+        ENDS[end]()
+    server = world_processes()[0]
+    wait_until(lambda: process_state(server) in ("dead", "stopped"), "the end of rank 0")
+    found = outcome_of(lambda: new_group(get_world_group(), create_timeout_s=1.0))
+    if end == "stopped":
+        os.kill(server.pid, signal.SIGKILL)
+    await_store_threads()
+    destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.guarantee("G8")
+@pytest.mark.parametrize("end", ENDS)
+def test_a_host_of_the_store_that_has_ended_before_a_group_is_created_is_named(end: str) -> None:
+    """The ranks have not met for this group: its name is the first thing for which they ask the store."""
+    found = run_ranks(end_before_a_group, 2, free_port(), end, expect_dead=[0])[1]
+    expected = ("PeerLostError", [0], []) if end == "killed" else ("CommTimeoutError", [], [0])
+    assert (found["kind"], found["peers"], found["missing"]) == expected, found
+    assert found["seconds"] < PROMPT_S
+
+
 # --- the host of the store --------------------------------------------------------------------------------------
 
 

@@ -419,8 +419,9 @@ class _Agreement:
             self._complete(self._store, attendance)
 
     def _unanswered(self) -> CommTimeoutError:
-        stopped = tuple(rank for rank in sorted(self._seen) if self._mates.state(rank) == "stopped")
-        named = "".join(f"; rank {rank} ({self._mates.describe(rank)})" for rank in stopped)
+        watch = self._watched
+        stopped = tuple(rank for rank in sorted(watch.peers) if watch.state(rank) == "stopped")
+        named = "".join(f"; rank {rank} ({watch.describe(rank)})" for rank in stopped)
         return CommTimeoutError(
             f"{self._where}: the rendezvous store did not answer within {self._timeout_s:.1f} s{named}",
             missing=stopped,

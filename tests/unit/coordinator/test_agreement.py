@@ -1,6 +1,8 @@
 """Ranks agree on the facts of a group; threads stand for ranks, over each of torch's stores."""
 
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,8 @@ from coordinator.bootstrap.agreement.agreeing import agree
 from coordinator.bootstrap.agreement.attendance import Attendance
 from coordinator.bootstrap.agreement.views import View
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, NativeError, PeerLostError
-from shm_broadcast.liveness import PeerWatch, this_process
+from shm_broadcast.liveness import PeerWatch, process_state, this_process
+from tests.asked import identity_of
 from tests.counting_store import CountingStore, Traffic
 from tests.waiting import wait_until
 
@@ -208,13 +211,29 @@ def test_a_store_that_is_gone_is_a_native_error() -> None:
         agree(store, "group 'tp:0'", 0, [0, 1], view(), 60.0)
 
 
+@contextmanager
+def stopped_process() -> Iterator[int]:
+    """Yield the pid of a process that is stopped."""
+    process = subprocess.Popen(["/bin/sleep", "1000"])
+    try:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: process_state(identity_of(process.pid)) == "stopped", "the stop")
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.guarantee("G8")
 @pytest.mark.slow
 def test_a_store_that_hangs_does_not_outlast_the_deadline() -> None:
-    """The call raises at its deadline although the stopped host never answers."""
+    """The call raises at its deadline although the stopped host never answers, and names the rank that is stopped."""
     store: Any = FailingStore(4.0)
     start = time.monotonic()
-    with pytest.raises(CommTimeoutError, match="did not answer within 0.2 s"):
-        agree(store, "group 'tp:0'", 0, [0, 1], view(), 0.2)
+    with stopped_process() as pid, closing(PeerWatch(this_process(), {1: identity_of(pid)})) as watch:
+        with pytest.raises(CommTimeoutError, match="did not answer within 0.2 s; rank 1 .*stopped") as caught:
+            agree(store, "group 'tp:0'", 0, [0, 1], view(), 0.2, watch)
+        assert caught.value.missing == (1,)
     assert time.monotonic() - start >= 0.2
     # The asking thread ends when the store answers.
     for thread in threading.enumerate():

@@ -272,6 +272,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         )
         self._routing = TokenRouting(parts.communicator, parts.host)
         self._process_group: dist.ProcessGroup | None = None
+        self._is_ending = False
         world = parts.world if parts.world is not None and parts.world.is_elastic else None
         self._queues: Queues = GroupQueues(
             parts.host,
@@ -587,19 +588,31 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         `destroy_timeout_s`. A call that waits in another thread raises `ClosedError`. Ranks that still wait for this
         one get a `PeerLostError`. In a forked child this does nothing.
         """
-        if not self._health.close():
+        if self._is_ending or self._health.is_inherited:
             return
+        # Nothing is called between the look and the `try`: who has begun this ends it. What a signal handler raises, as
+        # Ctrl-C does, may come before any part of it, and ends the waits only.
+        self._is_ending = True
+        try:
+            self._release(self.settings.destroy_timeout_s)
+        except BaseException:
+            self._release(0.0)
+            raise
+
+    def _release(self, within_s: float) -> None:
+        """Release everything within about `within_s` seconds; behind an interrupt another call does the rest."""
+        self._health.close()
         group_registry.forget(self)
-        deadline = time.monotonic() + self.settings.destroy_timeout_s
+        deadline = time.monotonic() + within_s
         try:
             # A call that waits notices within 0.1 s that the group is closed; `_parts.destroy` wakes those that do not.
-            self._calls.close(CALLS_END_S)
-            self._queues.close(self.settings.destroy_timeout_s / 2)
-        finally:  # Ctrl-C ends the waits, and a second call does nothing
-            left_s = max(deadline - time.monotonic(), self.settings.destroy_timeout_s / 2)
+            self._calls.close(min(CALLS_END_S, within_s))
+            self._queues.close(within_s / 2)
+        finally:
+            left_s = max(deadline - time.monotonic(), within_s / 2)
             self._parts.destroy(left_s, self._open_sends)
         self._open_sends.clear()
-        self._calls.close(self.settings.destroy_timeout_s / 2)
+        self._calls.close(within_s / 2)
         self._process_group = None
         self._cpu_group = None
         self._device_group = None

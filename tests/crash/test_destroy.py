@@ -1,7 +1,9 @@
 """Leaving a group takes bounded time, is allowed in any state, and loses nothing that was sent."""
 
+import os
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from coordinator.group import GroupCoordinator
+from tests.handlers import raising_at
 from tests.harness import RankPool
 from tests.waiting import sleeping_in, wait_until
 from tests.worlds import LARGE, WAITS, meet, new_group, outcome_of, world
@@ -228,3 +231,51 @@ def test_a_call_that_is_just_being_posted_is_closed_too(ranks2: RankPool) -> Non
     """A call raises `ClosedError`, or that the peer left, whenever another thread destroys the group."""
     for kinds in ranks2.run(destroyed_while_posting):
         assert set(kinds) <= {"ClosedError", "PeerLostError", "GroupBrokenError"}
+
+
+DESTROYING = (
+    "coordinator/group.py",
+    "coordinator/calls.py",
+    "coordinator/group_registry.py",
+    "queues/group_queues.py",
+    "bootstrap/group_parts.py",
+    "device_comm/health.py",
+)
+
+
+def interrupt_destroy(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Interrupt `destroy` at every third place, a group for each; return the places, and what stayed of which."""
+    left = list[Any]()
+    with world(rank, world_size, directory) as first:
+        for step in count(0, 3):
+            before = descriptors()
+            group = new_group(first)
+            group.enable_broadcaster()
+            meet(rank, range(world_size), directory, f"created {step}")
+            if rank == 0:
+                if not raising_at(step, group.destroy, DESTROYING):
+                    (directory / "all").touch()
+                # Where that has come before anything was begun, this does all.
+                group.destroy()
+                if (more := descriptors() - before) > 0:
+                    left.append([step, more])
+            else:
+                found = outcome_of(group.barrier)
+                assert (found["kind"], found["peers"]) == ("PeerLostError", [0]), found
+                group.destroy()
+            meet(rank, range(world_size), directory, f"destroyed {step}")
+            if (directory / "all").exists():
+                return [step, left]
+    raise AssertionError("the places come to an end")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.guarantee("G9")
+def test_a_destroy_that_is_interrupted_anywhere_leaves_nothing(ranks2: RankPool) -> None:
+    """What a signal handler raises ends a wait; the other rank learns that this one has left."""
+    (steps, left), _ = ranks2.run(interrupt_destroy)
+    assert steps > 30
+    assert left == []

@@ -418,11 +418,13 @@ def _read_variables(cls: type[CoordinatorSettings], environ: Mapping[str, str]) 
             values.setdefault(owner, {})[field] = msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
             raise _malformed(name, text, kind, error) from None
-    for owner, fields in values.items():
+    for owner, read in values.items():
+        # Whether there is the secret that `security` requires is asked of the final values: an argument may name it.
+        fields = {field: value for field, value in read.items() if field != "security"}
         try:
             owner(**fields)
         except SettingsError as error:
-            names = [name for name in given if variables[name][0] is owner]
+            names = [name for name in given if variables[name][0] is owner and variables[name][1] in fields]
             for name in names:
                 _, field, kind = variables[name]
                 try:

@@ -230,6 +230,18 @@ def test_a_malformed_variable_is_refused(field: str, text: str) -> None:
         )
 
 
+def test_an_argument_may_name_the_secret_that_a_variable_requires() -> None:
+    """Without one the settings are refused; and no other variable is blamed for it."""
+    environ = {f"{PREFIX}SECURITY": "required"}
+    assert CoordinatorSettings.resolve(environ, secret_file="/x").security == "required"
+    assert CoordinatorSettings.resolve(environ, security="optional").security == "optional"
+    with pytest.raises(SettingsError, match="security is 'required', and there is no secret"):
+        CoordinatorSettings.resolve(environ, timeout_s=1.0)
+    wrong = {**environ, f"{PREFIX}SECRET_FILE": "/x", f"{PREFIX}TIMEOUT_S": "-1"}
+    with pytest.raises(SettingsError, match=f"^environment variable {PREFIX}TIMEOUT_S='-1'"):
+        CoordinatorSettings.resolve(wrong)
+
+
 def test_a_choice_lists_its_values() -> None:
     """The error of a choice lists the valid values."""
     with pytest.raises(SettingsError, match="'adaptive', 'spin', 'park'"):

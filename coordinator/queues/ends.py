@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from device_comm.health import GroupHealth
 from shm_broadcast import codec
-from shm_broadcast.timeouts import AnyTimeout
+from shm_broadcast.timeouts import AnyTimeout, seconds
 
 
 class Writer(Protocol):
@@ -50,4 +50,5 @@ class UnreadWriter:
     def enqueue(self, obj: Any, timeout_s: AnyTimeout = None) -> None:
         """Check that `obj` can be encoded, and drop it."""
         self._health.check_usable("enqueue")
+        seconds(timeout_s, may_be_zero=True)
         codec.encode(obj)

@@ -12,7 +12,7 @@ from coordinator.testing.fake_planes import nothing_there
 from device_comm.health import GroupHealth
 from shm_broadcast import codec
 from shm_broadcast.errors import UsageError
-from shm_broadcast.timeouts import AnyTimeout
+from shm_broadcast.timeouts import AnyTimeout, seconds
 
 
 class FakeReader:
@@ -31,6 +31,7 @@ class FakeReader:
             UsageError: There is none, where a real rank would wait.
         """
         self._health.check_usable("dequeue")
+        seconds(timeout_s, may_be_zero=True)
         if not self.frames:
             where = self._health.where(f"dequeue from rank {self._health.ranks[self._writer]}")
             raise UsageError(nothing_there(where))
@@ -47,6 +48,7 @@ class _OwnWriter:
     def enqueue(self, obj: Any, timeout_s: AnyTimeout = None) -> None:
         """Keep a copy of `obj` for the reader."""
         self._health.check_usable("enqueue")
+        seconds(timeout_s, may_be_zero=True)
         self._frames.append(codec.encode(obj).to_bytes())
 
 

@@ -199,6 +199,22 @@ def test_what_real_groups_refuse_is_refused(group: FakeGroupCoordinator) -> None
     group.barrier()
 
 
+@pytest.mark.guarantee("G33")
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), True])
+def test_ends_of_queues_refuse_a_wrong_timeout(group: FakeGroupCoordinator, timeout_s: float) -> None:
+    """As those of real groups do; nothing is sent, and what was sent stays."""
+    writer, readers = group.create_single_reader_mq_broadcasters(group.rank_in_group)
+    unread, _ = group.create_single_reader_mq_broadcasters((group.rank_in_group + 1) % group.world_size)
+    reader = readers[group.rank_in_group]
+    writer.enqueue("first", timeout_s=1.0)
+    for call in (writer.enqueue, unread.enqueue):
+        with pytest.raises(UsageError, match="timeout_s must be"):
+            call("refused", timeout_s=timeout_s)
+    with pytest.raises(UsageError, match="timeout_s must be"):
+        reader.dequeue(timeout_s=timeout_s)
+    assert reader.dequeue(timeout_s=0.0) == "first"
+
+
 def test_asynchronous_coalesced_and_tagged_calls(group: FakeGroupCoordinator) -> None:
     """Such calls complete at once without a thread; tagged sends are received from that peer or any."""
     before = set(threading.enumerate())

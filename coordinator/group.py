@@ -134,32 +134,31 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         # Taking a name counts it. Find this rank's mistakes first, or its count would differ from the other ranks'.
         device_of(torch_distributed_backend, local_rank)
         name = GroupNames.of(world, settings.create_timeout_s, membership.everyone).take(group_name)
-        (parts,) = create_parts(
-            [GroupPlan(name, group_ranks, membership)],
-            world=world,
-            what=f"group {name!r}",
-            round_name=name,
-            facts={},
-            local_rank=local_rank,
-            backend=torch_distributed_backend,
-            use_device_communicator=use_device_communicator,
-            settings=settings,
-        )
-        with kept([parts]):
-            self._bind(parts, group_ranks, local_rank, torch_distributed_backend, settings)
+        made = list[GroupParts]()
+        with kept(made):
+            create_parts(
+                [GroupPlan(name, group_ranks, membership)],
+                made,
+                world=world,
+                what=f"group {name!r}",
+                round_name=name,
+                facts={},
+                local_rank=local_rank,
+                backend=torch_distributed_backend,
+                use_device_communicator=use_device_communicator,
+                settings=settings,
+            )
+            self._bind(made[0], group_ranks, local_rank, torch_distributed_backend, settings)
         try:
             self.use_device_communicator = use_device_communicator
             if use_message_queue_broadcaster:
                 self.enable_broadcaster()
+            algorithm = self.device_communicator.algorithm
+            place = f"rank {self.rank_in_group} of {self.world_size}, device {self.device}"
             logger.info(
-                "created group %s: rank %d of %d, device %s, tensors by %s, in %s",
-                self.unique_name,
-                self.rank_in_group,
-                self.world_size,
-                self.device,
-                self.device_communicator.algorithm,
-                self.creation,
-                extra=self._health.log_fields("create", self.device_communicator.algorithm),
+                "created group %s: %s, tensors by %s, in %s",
+                *(self.unique_name, place, algorithm, self.creation),
+                extra=self._health.log_fields("create", algorithm),
             )
         except BaseException:
             # The caller never gets this group, and so cannot destroy it.
@@ -208,9 +207,11 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             GroupPlan(name, table, find_membership(table, rank, world.size))
             for name, table in zip(names, tables.values(), strict=True)
         ]
-        with counted.caught_up():
-            made = create_parts(
+        made, groups = list[GroupParts](), list[Self]()
+        with kept(made), counted.caught_up():
+            create_parts(
                 plans,
+                made,
                 world=world,
                 what=what,
                 round_name=round_name,
@@ -222,8 +223,6 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
                 host_ids=None if beside is None else beside._parts.host_ids,  # noqa: SLF001 - ours
                 create_timeout_s=create_timeout_s,
             )
-        groups = []
-        with kept(made):
             for plan, parts in zip(plans, made, strict=True):
                 group = cls.__new__(cls)
                 group._bind(parts, plan.group_ranks, local_rank, backend, settings)  # noqa: SLF001 - ours
@@ -613,10 +612,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             self._parts.destroy(left_s, self._open_sends)
         self._open_sends.clear()
         self._calls.close(within_s / 2)
-        self._process_group = None
-        self._cpu_group = None
-        self._device_group = None
-        self.mq_broadcaster = None
+        self._process_group = self._cpu_group = self._device_group = self.mq_broadcaster = None
         self._adopt_queue(None)
 
     def __enter__(self) -> Self:
@@ -632,7 +628,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         state = "destroyed" if self._health.is_closed else "broken" if self._health.is_broken else "usable"
         return (
             f"<GroupCoordinator {self.unique_name!r} rank {self.rank} ({self.rank_in_group} of "
-            f"{self.world_size}) ranks {_abbreviated(self.ranks)} on {self.device}, {state}>"
+            f"{self.world_size}) ranks {subgroups.abbreviated(self.ranks)} on {self.device}, {state}>"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -646,9 +642,3 @@ CALLS_END_S = 0.5
 # Prefill chunks of current engines have 2,048 to 8,192 tokens; messages above 64 MiB are sent in chunks anyway.
 TOKENS_PER_MESSAGE = 2048
 MAX_BUFFER_BYTES = 64 << 20
-
-
-def _abbreviated(ranks: Sequence[int]) -> str:
-    if len(ranks) <= 8:
-        return str(list(ranks))
-    return f"[{', '.join(map(str, ranks[:4]))}, … {ranks[-1]}]"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from coordinator.bootstrap.agreement.agreeing import LINGER_S, agree, declining
 from coordinator.bootstrap.agreement.views import View, Views
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
-from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, kept
+from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import own_address, serves_store
 from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.status_store import WorldStatusStore
@@ -43,6 +43,7 @@ _WHAT: Final = "creating groups"
 
 def create_parts(
     plans: Sequence[GroupPlan],
+    made: list[GroupParts],
     *,
     world: World,
     what: str,
@@ -54,7 +55,7 @@ def create_parts(
     settings: CoordinatorSettings,
     host_ids: Mapping[int, str] | None = None,
     create_timeout_s: float | None = None,
-) -> list[GroupParts]:
+) -> None:
     """Create this rank's groups in one step. Collective over all ranks of every plan.
 
     Everything that the ranks must know of each other, for all of the groups, is exchanged at once. Each further group
@@ -63,6 +64,8 @@ def create_parts(
     Args:
         plans: The groups, in the same order on all ranks. A rank without plans still compares facts with all ranks of
             the world, so that a rank that has plans is noticed.
+        made: Gets the groups, in this order, as the last step. The caller has it `kept` from before until somebody else
+            has the groups: an interrupt may come before this has returned.
         world: The processes among which they are created.
         what: What is being created, for errors.
         round_name: Name of this agreement, which prefixes its keys in the store; never used before.
@@ -88,8 +91,8 @@ def create_parts(
     named = {rank for plan in plans for rank in plan.membership.everyone}
     everyone = sorted(named or range(world.size))
     stores = [dist.PrefixStore(f"group_coordinator/{plan.name}", store) for plan in plans]
-    builders, made, agreed = list[GroupBuilder](), list[GroupParts](), threading.Event()
-    with kept(made), ExitStack() as offered:
+    builders, agreed = list[GroupBuilder](), threading.Event()
+    with ExitStack() as offered:
         try:
             with declining(dist.PrefixStore(prefix, store), what, world.rank):
                 regions, address = _prepare(plans, world, brief, host_ids or {}, offered)
@@ -118,7 +121,6 @@ def create_parts(
                 undo(builders)
                 raise
             raise
-    return made
 
 
 def _prepare(

@@ -1,4 +1,4 @@
-"""The ranks of sub-groups, from lists or colors. The groups themselves are created in `group.py`."""
+"""The ranks of sub-groups, from lists or colors, and ranks as text. The groups are created in `group.py`."""
 
 from __future__ import annotations
 
@@ -53,3 +53,10 @@ def with_singles(group_ranks: Sequence[list[int]], ranks: Sequence[int]) -> list
     """Return `group_ranks` and a list of one for each other rank, so that every rank stands in one list."""
     taken = {rank for each in group_ranks for rank in each}
     return [*group_ranks, *([rank] for rank in ranks if rank not in taken)]
+
+
+def abbreviated(ranks: Sequence[int]) -> str:
+    """Return the ranks as text, of more than eight the first four and the last."""
+    if len(ranks) <= 8:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:4]))}, … {ranks[-1]}]"

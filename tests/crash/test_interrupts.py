@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from coordinator import GroupCoordinator, ParallelGroups, ParallelLayout, groups
+from coordinator import group as group_module
 from coordinator.bootstrap import creation
 from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.bootstrap.group_parts import GroupProcessGroups
@@ -223,6 +224,7 @@ def interrupt_at_the_end(rank: int, world_size: int, directory: Path, place: str
 END_PLACES: dict[str, tuple[Any, str]] = {
     "as soon as it knows that all agree": (creation, "check_plaintext"),
     "while the offers are withdrawn": (Preparation, "close"),
+    "as soon as it is ready": (group_module, "create_parts"),
     "while the group is logged": (logger, "info"),
     "while the groups of a layout are logged": (groups.logger, "info"),
 }

@@ -64,7 +64,7 @@ def create_stateless_group(
     if local_rank is None:
         on_host = device_of(backend, 0).type == "cpu"
         local_rank = 0 if on_host else torch.accelerator.current_device_index()
-    world = join_own_world(host, port, rank, world_size, settings)
+    world, is_made = join_own_world(host, port, rank, world_size, settings), False
     try:
         group = GroupCoordinator.__new__(GroupCoordinator)
         group._create(  # noqa: SLF001 - ours
@@ -78,8 +78,13 @@ def create_stateless_group(
             f"{group_name}@{host.replace(':', '.')}.{port}",
             settings,
         )
+        is_made = True
+        group._parts.after.append(world.leave)  # noqa: SLF001 - ours
     except BaseException:
-        world.leave()
+        try:
+            if is_made:
+                group.destroy()
+        finally:
+            world.leave()
         raise
-    group._parts.after.append(world.leave)  # noqa: SLF001 - ours
     return group

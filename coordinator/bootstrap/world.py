@@ -229,5 +229,11 @@ def join_own_world(host: str, port: int, rank: int, size: int, settings: Coordin
     """
     name_host(settings.host_id)
     rendezvous = join_address(host, port, rank, size, settings)
-    fork_guard.protect(rendezvous.store)
-    return World(rank, size, rendezvous.store, rendezvous.leave)
+    try:
+        fork_guard.protect(rendezvous.store)
+        return World(rank, size, rendezvous.store, rendezvous.leave)
+    except BaseException:
+        # Nobody has the world yet, and so nobody could leave it.
+        fork_guard.release(rendezvous.store)
+        rendezvous.leave()
+        raise

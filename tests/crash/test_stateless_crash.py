@@ -1,19 +1,22 @@
 """A rank of a stateless group that dies, forks or ends is told and cleaned up as that of any group."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from coordinator import CoordinatorSettings, create_stateless_group
+from coordinator import CoordinatorSettings, GroupCoordinator, create_stateless_group
+from tests.handlers import raising_at
 from tests.harness import RankPool, run_ranks
-from tests.ports import free_port
+from tests.ports import free_port, listening_ports
 from tests.waiting import has_ended, wait_until
 from tests.worlds import meet, outcome_of
 
@@ -83,6 +86,37 @@ PROGRAM = """
     assert group.all_reduce(torch.ones(1)).item() == 2.0
     group.barrier()
 """
+
+
+CREATING = ("coordinator/stateless.py", "coordinator/group.py", "bootstrap/world.py")
+
+
+def interrupt_creation(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Interrupt the creation of a group of one at every place; return the places, and behind which the store serves."""
+    serving = list[int]()
+    for step in count() if rank == 0 else ():
+        port, made = free_port(), list[GroupCoordinator]()
+
+        def create(port: int = port, made: list[GroupCoordinator] = made) -> None:
+            made.append(create_stateless_group("127.0.0.1", port, 0, 1, backend="gloo", settings=SETTINGS))
+
+        comes = raising_at(step, create, CREATING)
+        for group in made:
+            group.destroy()
+        if port in listening_ports():
+            gc.collect()  # a store of torch's ends with the last reference, and tracebacks may hold some
+            serving += [step] if port in listening_ports() else []
+        if not comes:
+            return [step, *serving]
+    return serving
+
+
+@pytest.mark.guarantee("G35")
+def test_an_interrupted_creation_leaves_the_address(ranks2: RankPool) -> None:
+    """Wherever it comes, also when the group is ready: nobody gets it, so nobody could destroy it."""
+    (steps, *serving), _ = ranks2.run(interrupt_creation)
+    assert steps > 20
+    assert serving == []
 
 
 def test_a_program_that_destroys_nothing_ends_quietly() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 import time
 import weakref
@@ -23,6 +24,8 @@ __all__ = ["GroupNames"]
 
 _counts_decoder: Final = msgspec.json.Decoder(dict[str, int])
 _facts_decoder: Final = msgspec.json.Decoder(dict[str, str])
+# A unique name: `tp:0`, or `tp:0@1` in a later epoch.
+_NAME: Final = re.compile(r"([^:]+):([0-9]{1,18})(?:@[0-9]+)?")
 # No name of a group has a colon. What stands here differs in every value that is written.
 _MARK: Final = ":"
 _MARK_BITS: Final = 62
@@ -103,14 +106,15 @@ class GroupNames:
             views: As of `DisagreementError.views`.
         """
         asked = [name for view in views for name in _facts_decoder.decode(view).get("groups", "").split(", ")]
-        taken = [name.partition("@")[0].rpartition(":") for name in asked if name]
+        taken = [(found[1], int(found[2])) for name in asked if (found := _NAME.fullmatch(name))]
 
         def raised(counts: dict[str, int]) -> dict[str, int]:
-            for base, _, number in taken:
-                counts[base] = max(counts.get(base, 0), int(number) + 1)
+            for base, number in taken:
+                counts[base] = max(counts.get(base, 0), number + 1)
             return counts
 
-        self._change(raised, sorted({base for base, _, _ in taken}))
+        if taken:
+            self._change(raised, sorted({base for base, _ in taken}))
 
     def _take(self, bases: Sequence[str]) -> list[str]:
         """Count each of `bases` once; return each as `base:count`, with the count before."""

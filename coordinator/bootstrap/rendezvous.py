@@ -187,6 +187,11 @@ def _begin(attempt: _Attempt) -> None:
     end_interrupted()
     is_inside = is_held(_lock)  # a signal handler is, of the end of a world
     with _lock:
+        if _is_joining() and _attempt is not None and _attempt.has_failed:
+            raise UsageError(
+                "the last initialisation of torch.distributed was interrupted, and its thread has not left torch yet: "
+                "try again later"
+            )
         if is_inside or _is_joining():
             raise UsageError(
                 "a signal handler cannot initialise torch.distributed while that is begun or destroyed, nor can "

@@ -82,7 +82,9 @@ def test_ranks_that_have_counted_differently_have_the_same_names_after_they_disa
 def test_ranks_catch_up_in_a_later_epoch_too() -> None:
     """The number of a name is followed by the epoch there."""
     own = GroupNames(dist.HashStore(), 0, LIMIT_S, epoch=2)
-    own.catch_up([view("tp:4@2"), msgspec.json.encode({"protocol": "1"}).decode(), view()])
+    own.catch_up(
+        [view("tp:4@2"), msgspec.json.encode({"protocol": "1"}).decode(), view(), view("no name", "pp:x")]
+    )
     assert own.take("tp") == "tp:5@2"
 
 

@@ -291,12 +291,12 @@ def agree_on_members(
             if decided is not None and (is_planned or not decided.is_planned):
                 if me not in decided.voters:
                     return Excluded(number, decided.members)
-                end = yield from _take_part(me, number, decided)
-                if isinstance(end, Complete):
-                    return msgspec.structs.replace(end, last=(epoch, electorate))
-                if not isinstance(end, str):
-                    return end
-                failure = end
+                ended = yield from _take_part(me, number, decided)
+                if isinstance(ended, Complete):
+                    return msgspec.structs.replace(ended, last=(epoch, electorate))
+                if not isinstance(ended, str):
+                    return ended
+                failure = ended
                 continue
             # Who goes on without those that are lost takes no part in what others plan.
             state = "failed" if decided is None else (yield from _overtake(number, decided))

@@ -78,8 +78,15 @@ PAIRS = {
         16 * KIB,
     ),
     "loads of the input": Pair(
-        Variant("before the fence"),
-        Variant("behind it", patches=("loads_behind_the_fence",)),
+        Variant("behind the fence"),
+        Variant("before it", patches=("loads_before_the_fence",)),
+        "push_one_shot",
+        (2, 8),
+        16 * KIB,
+    ),
+    "threads that fence": Pair(
+        Variant("all"),
+        Variant("a thread of each warp of block 0", patches=("fence_of_few",)),
         "push_one_shot",
         (2, 8),
         16 * KIB,

@@ -175,23 +175,15 @@ DEVICE void norm_rows(const Share& share, const Rows& t, NormShared& shared, Red
     EACH(const void*) inputs, EACH(const void*) residuals, EACH(const void*) weights, EACH(void*) outputs, \
         EACH(void*) residual_outputs, u32 rows, u32 hidden, float eps
 
-// The first vector that the thread pushes, loaded before order_pushes().
-DEVICE Vector first_vector(const Share& share, const Rows& t) {
-    const u32 lane = lane_of(share, threadIdx.x);
-    const bool has_one = threadIdx.x < share.lanes && lane < t.vectors && share.row < t.rows;
-    return has_one ? ld_vector(t.in + (share.row * t.vectors + lane) * 16) : Vector();
-}
-
 // Calls push(row, i, v) for each vector of the block's rows.
 template <class Push>
-DEVICE void push_rows(const Share& share, const Rows& t, const Vector& ahead, Push push) {
+DEVICE void push_rows(const Share& share, const Rows& t, Push push) {
     for (u64 row = share.row; row < t.rows; row += share.rows) {
 #pragma unroll 1
         for (u32 k = threadIdx.x; k < share.lanes; k += blockDim.x) {
 #pragma unroll 1
             for (u64 i = lane_of(share, k); i < t.vectors; i += NORM_LANES) {
-                const bool is_first = row == share.row && i == lane_of(share, threadIdx.x);
-                push(row, i, is_first ? ahead : ld_vector(t.in + (row * t.vectors + i) * 16));
+                push(row, i, ld_vector(t.in + (row * t.vectors + i) * 16));
             }
         }
     }
@@ -203,10 +195,8 @@ DEVICE void push_norm(const Params& p, u32 kernel, const Rows& t, NormShared& sh
     Call call = enter_push(p, kernel);
     const Share share = share_of_block();
     const u64 stride = t.rows * t.vectors * 16, slot = call.arena + p.rank * stride;
-    const Vector ahead = first_vector(share, t);
-    order_pushes();
     if (call.alive) {
-        push_rows(share, t, ahead,
+        push_rows(share, t,
                   [&](u64 row, u64 i, const Vector& v) { push_to_all(p, slot + (row * t.vectors + i) * 16, v); });
     }
     join_cluster();
@@ -249,14 +239,12 @@ DEVICE void push_two_shot_norm(const Params& p, u32 kernel, const Rows& t, char*
     const Share share = share_of_block();
     const u64 shard = (t.vectors + WARP * WORLD_SIZE - 1) / (WARP * WORLD_SIZE) * WARP, stride = t.rows * shard * 16;
     const u64 results = call.arena + WORLD_SIZE * stride;
-    const Vector ahead = first_vector(share, t);
-    order_pushes();
     if (call.alive) {
-        push_rows(share, t, ahead, [&](u64 row, u64 i, const Vector& v) {
+        push_rows(share, t, [&](u64 row, u64 i, const Vector& v) {
             const u64 offset = call.arena + p.rank * stride + (row * shard + place_in_shard(i)) * 16;
             if (owner_of(i) != p.rank) st_relaxed_sys_v4(p.workspace[owner_of(i)] + offset, sendable(v));
         });
-        push_rows(share, t, ahead, [&](u64 row, u64 i, const Vector& own) {
+        push_rows(share, t, [&](u64 row, u64 i, const Vector& own) {
             Vector received[WORLD_SIZE];
             const u64 first = call.own + call.arena + (row * shard + place_in_shard(i)) * 16;
             if (!call.alive || owner_of(i) != p.rank || !receive(p, call, first, stride, own, received)) return;

@@ -72,12 +72,7 @@ KERNEL push_one_shot(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u64 
     char* out = static_cast<char*>(OWN(outputs));
     const u64 bytes = count * ELEMENT_BYTES, vectors = vectors_of(bytes), stride = vectors * 16;
     const u64 first = thread_index(), slot = call.arena + p.rank * stride;
-    const Vector ahead = first < vectors ? load(in, first, bytes, true) : Vector();
-    order_pushes();
-    if (call.alive && first < vectors) {
-        push_to_all(p, slot + first * 16, ahead);
-        push_range(p, slot, in, bytes, first + all_threads(), vectors, all_threads());
-    }
+    if (call.alive) push_range(p, slot, in, bytes, first, vectors, all_threads());
     for (u64 i = first; call.alive && i < vectors; i += all_threads()) {
         Vector received[WORLD_SIZE];
         const Vector own = load(in, i, bytes, true);
@@ -102,18 +97,14 @@ DEVICE void load_shards(const Params& p, const char* in, u64 shard_bytes, u64 by
 // Sends vector i of every peer's shard to that peer. The same thread later stores the result that returns.
 DEVICE void scatter(const Params& p, const Call& call, const char* in, u64 shard_bytes, u64 bytes, u64 shard,
                     bool aligned) {
-    const u64 first = thread_index();
-    Vector v[WORLD_SIZE] = {};
-    if (first < shard) load_shards(p, in, shard_bytes, bytes, first, aligned, v);
-    order_pushes();
-    for (u64 i = first; call.alive && i < shard;) {
+    for (u64 i = thread_index(); call.alive && i < shard; i += all_threads()) {
+        Vector v[WORLD_SIZE] = {};
+        load_shards(p, in, shard_bytes, bytes, i, aligned, v);
         const u64 offset = call.arena + (p.rank * shard + i) * 16;
 #pragma unroll
         for (u32 k = 1; k < WORLD_SIZE; ++k) {
             st_relaxed_sys_v4(p.workspace[peer(p, k)] + offset, sendable(v[k]));
         }
-        i += all_threads();
-        if (i < shard) load_shards(p, in, shard_bytes, bytes, i, aligned, v);
     }
 }
 
@@ -238,16 +229,12 @@ KERNEL push_all_gather(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u6
     unsigned char* out = static_cast<unsigned char*>(OWN(outputs));
     const u64 units = bytes ? (bytes + 7) / 8 : 1, stride = units * 16;
     const bool aligned = bytes && (bytes | reinterpret_cast<u64>(in) | reinterpret_cast<u64>(out)) % 8 == 0;
-    const u64 first = thread_index();
-    Pairs v = first < units ? load_raw(in, first, bytes, aligned) : Pairs();
-    order_pushes();
-    for (u64 i = first; call.alive && i < units;) {
+    for (u64 i = thread_index(); call.alive && i < units; i += all_threads()) {
+        const Pairs v = load_raw(in, i, bytes, aligned);
         const u64 offset = call.arena + p.rank * stride + i * 16;
 #pragma unroll
         for (u32 k = 1; k < WORLD_SIZE; ++k) st_relaxed_sys_pairs(p.workspace[peer(p, k)] + offset, v);
         store_raw(out + p.rank * bytes, i, bytes, aligned, v);
-        i += all_threads();
-        if (i < units) v = load_raw(in, i, bytes, aligned);
     }
     for (u64 i = thread_index(); call.alive && i < units; i += all_threads()) {
         Pairs received[WORLD_SIZE];

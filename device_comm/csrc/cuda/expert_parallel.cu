@@ -332,7 +332,8 @@ KERNEL expert_dispatch(PARAMS, EXPERT_CALL(ExpertDispatch)) {
     OWN_PARAMS;
     OWN_EXPERT_CALL(ExpertDispatch);
     SHARED(SharedWords, shared);
-    Call call = enter_push(p, EXPERT_DISPATCH);
+    wait_for_the_stream();
+    Call call = call_of(p, EXPERT_DISPATCH);
     push_tokens(p, call, a, shared.word);
     meet(p, call);
     if (call.alive) take_rows(p, call, a);
@@ -415,7 +416,8 @@ DEVICE void sum_results(const Call& call, const ExpertCombine& a) {
 KERNEL expert_combine(PARAMS, EXPERT_CALL(ExpertCombine)) {
     OWN_PARAMS;
     OWN_EXPERT_CALL(ExpertCombine);
-    Call call = enter_push(p, EXPERT_COMBINE);
+    wait_for_the_stream();
+    Call call = call_of(p, EXPERT_COMBINE);
     if (call.alive) push_results(p, call, a);
     meet(p, call);
     if (call.alive) sum_results(call, a);

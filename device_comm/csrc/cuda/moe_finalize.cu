@@ -70,10 +70,8 @@ KERNEL push_moe_finalize(PARAMS, EXPERT_ARGUMENTS) {
     Call call = enter_push(p, PUSH_MOE_FINALIZE);
     EXPERTS;
     const u64 first = thread_index(), stride = vectors * 16, slot = call.arena + p.rank * stride;
-    const Vector ahead = first < vectors ? finalized(t, first) : Vector();
-    order_pushes();
     for (u64 i = first; call.alive && i < vectors; i += all_threads()) {
-        const Vector own = i == first ? ahead : finalized(t, i);
+        const Vector own = finalized(t, i);
         push_to_all(p, slot + i * 16, own);
         st_vector(out + i * 16, own);
     }

@@ -373,9 +373,10 @@ def world_on_gpu(
     *,
     limits: dict[str, int] | None = None,
     deadline_s: float = 10.0,
+    blocks: int | None = None,
     cubin: Callable[[int, str], bytes] | None = None,
 ) -> StreamWorld:
-    """Return a world of streams on the GPU; `cubin(arch, family)` replaces the kernels."""
+    """Return a world of streams on the GPU, with kernels of `cubin(arch, family)` if given."""
     drivers = [GpuDriver(0) for _ in range(world_size)]
     arch, kernels = arch_of(drivers[0]), KernelCache(me.cache)
 
@@ -385,4 +386,13 @@ def world_on_gpu(
         return kernels.cubin(KernelVariant(arch, world_size, dtype, family))
 
     program = compile_text(program_source(), arch, dtype)
-    return StreamWorld(drivers, dtype, source, program, me.directory, limits=limits, deadline_s=deadline_s)
+    return StreamWorld(
+        drivers,
+        dtype,
+        source,
+        program,
+        me.directory,
+        blocks=blocks,
+        limits=limits,
+        deadline_s=deadline_s,
+    )

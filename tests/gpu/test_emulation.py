@@ -118,21 +118,21 @@ def judge_sanitizer(command: Sequence[str], seconds: float) -> str | None:
     return None
 
 
-@on_gpu(5, 60)
+@on_gpu(20, 60)
 def test_the_kernels_compile_for_the_emulation(gpu: GpuRun) -> None:
     """NVRTC compiles every family, world size and dtype that the tests below run; the device loads the others too."""
     gpu.run(compile_all)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@on_gpu(6, 40)
+@on_gpu(15, 40)
 def test_emulated_ranks_get_the_right_bits(gpu: GpuRun, world: int) -> None:
     """Every algorithm, dtype and size has the bits that torch computes on the CPU."""
     gpu.run(emulate, world)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@on_gpu(3, 30)
+@on_gpu(8, 30)
 def test_emulated_ranks_exchange_their_tokens(gpu: GpuRun, world: int) -> None:
     """Rows, local ids and sums of the expert-parallel kernels have the bits of `all2all.py` on the CPU."""
     gpu.run(exchange, world)

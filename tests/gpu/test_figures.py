@@ -24,6 +24,7 @@ from device_comm.cuda.kernels import KernelCache, KernelVariant
 from device_comm.cuda.policy.shapes import norm_shape
 from device_comm.nccl.streams import TorchStreams
 from tests.gpu.device import (
+    Gpu,
     GpuDriver,
     Memory,
     arch_of,
@@ -338,6 +339,22 @@ def time_handshakes(me: GpuRank) -> None:
     world.close()
 
 
+class FewStreams(TorchStreams):
+    """Torch's streams, but for the side stream, which is not of torch's pool.
+
+    The pool has 32 streams, and the device as many queues. So a stream of the pool can share its queue with one of the
+    ranks' streams, and its kernels wait behind one that waits for them.
+    """
+
+    def __init__(self, device: torch.device, driver: Gpu) -> None:
+        super().__init__(device)
+        self.driver = driver
+
+    def create(self) -> int:
+        """Return a stream of the driver."""
+        return self.driver.stream_create()
+
+
 @gpu_body
 def time_overlap(me: GpuRank) -> None:
     me.goal(GOAL, "at least half of the shorter one is hidden", "not finished", False)
@@ -345,10 +362,12 @@ def time_overlap(me: GpuRank) -> None:
     torch.cuda.set_device(device)
     # The product is queued by a thread that has used no CUDA before; torch then makes the context current, and says so.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-    world = world_on_gpu(me, 2, "bfloat16", limits={"push_two_shot": MIB})
+    # Together no more blocks than a group has on a GPU of its own. By default the ranks of this world take all
+    # multiprocessors, and the product finds no room.
+    world = world_on_gpu(me, 2, "bfloat16", limits={"push_two_shot": MIB}, blocks=32)
     product = Product(device)
     torch.cuda.synchronize()
-    overlap(me, Overlap(world, TorchStreams(device), product, MIB // 2))
+    overlap(me, Overlap(world, FewStreams(device, world.drivers[0]), product, MIB // 2))
     torch.cuda.synchronize()
     product.check()
     world.close()

@@ -109,7 +109,7 @@ def test_the_machine_says_what_it_is(gpu: GpuRun, body: Callable[..., None]) -> 
     gpu.run(body)
 
 
-@on_gpu(5, 60)
+@on_gpu(15, 60)
 def test_info_sees_the_device(gpu: GpuRun) -> None:
     """The product's own report of this machine lists device 0."""
     command = [sys.executable, "-m", "coordinator", "info", "--json"]

@@ -272,8 +272,9 @@ def loses_rank_1(me: GpuRank, nccl: str, how: str, expected: str) -> None:
                 torch.cuda.synchronize()
                 communicator.check()
         seconds = time.monotonic() - start
-        # A stopped rank would never end, and the harness waits for it.
-        os.kill(pids[1], signal.SIGKILL)
+        if how == "stopped":
+            # It would never end, and the harness waits for it.
+            os.kill(pids[1], signal.SIGKILL)
         error = caught.value
         named = [*getattr(error, "missing", ()), *getattr(error, "peers", ())]
         told = f"{type(error).__name__} naming {named} after {seconds:.2f} s"

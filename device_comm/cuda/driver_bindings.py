@@ -17,8 +17,7 @@ import ctypes
 import importlib
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 from device_comm.cuda.driver import IPC_HANDLE_BYTES, Driver, LaunchConfiguration, PreparedLaunch
@@ -512,19 +511,6 @@ class CudaDriver(MulticastCalls, StreamCalls, Driver):
 
     def context_synchronize(self) -> None:
         self._in_context("cuCtxSynchronize")
-
-    @contextmanager
-    def relaxed_capture(self) -> Iterator[None]:
-        modes = self._api.CUstreamCaptureMode
-        before = self._call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
-        try:
-            yield
-        finally:
-            self._call("cuThreadExchangeStreamCaptureMode", before)
-
-    def relax_capture(self) -> None:
-        relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self._call("cuThreadExchangeStreamCaptureMode", relaxed)
 
     def close(self) -> None:
         with self._lock:

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 __all__ = ["MulticastCalls", "StreamCalls"]
@@ -18,6 +20,9 @@ class _Caller(Protocol):
     _api: Any
     _device: Any
     _streams: dict[int, Any]
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        """Call a function of the driver."""
 
     def _in_context(self, function: str, *arguments: Any) -> Any:
         """Call a function in the device's context."""
@@ -58,7 +63,20 @@ class MulticastCalls:
 
 
 class StreamCalls:
-    """The calls that make a stream, wait for one and destroy it, and those that queue a copy and wait for it."""
+    """The calls about streams, copies that are waited for, and captures of other threads."""
+
+    @contextmanager
+    def relaxed_capture(self: _Caller) -> Iterator[None]:
+        modes = self._api.CUstreamCaptureMode
+        before = self._call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", before)
+
+    def relax_capture(self: _Caller) -> None:
+        relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._call("cuThreadExchangeStreamCaptureMode", relaxed)
 
     def stream_create(self: _Caller) -> int:
         return int(self._in_context("cuStreamCreate", _NON_BLOCKING))

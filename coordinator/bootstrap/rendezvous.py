@@ -26,12 +26,7 @@ import torch.distributed as dist
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.agreement.agreeing import agree, declining
 from coordinator.bootstrap.agreement.views import View
-from coordinator.bootstrap.blocking_calls import (
-    connect_watched,
-    pause_after,
-    raise_if_lost,
-    refuse_clones,
-)
+from coordinator.bootstrap.blocking_calls import connect_watched, pause_after, raise_if_lost, refuse_clones
 from coordinator.bootstrap.connections import open_tcp_store
 from coordinator.bootstrap.membership import loopback_hint, own_address
 from coordinator.bootstrap.methods.address import (
@@ -99,8 +94,10 @@ _worlds = itertools.count()
 # It is not held while other ranks are waited for, but for those that leave. A signal handler that interrupts the end of
 # a world may destroy the world.
 _lock = threading.RLock()
-# How long the thread of an attempt that was interrupted may take to leave torch, which takes some milliseconds.
+# How long the next start waits until the thread of one that was interrupted has left torch, which takes milliseconds if
+# the store answers; and how long the interrupted call does, for Ctrl-C must interrupt within 0.2 s.
 _END_S: Final = 2.0
+_SETTLE_S: Final = 0.1
 
 
 def _renew_lock() -> None:
@@ -172,7 +169,7 @@ def init_world(
         _attempt = None
     except BaseException:
         attempt.has_failed = True
-        _finish(attempt)
+        end_interrupted(_SETTLE_S)
         raise
     return clock.seconds
 
@@ -212,21 +209,20 @@ def _is_joining() -> bool:
 def _finish(attempt: _Attempt) -> None:
     """Undo what an attempt that has failed has done. If this is interrupted, another call does the rest.
 
-    While its thread is in torch, that calls this once more when it has left.
+    Does nothing while its thread is in torch, which uses the store; that calls this once it has left.
     """
     global _world, _attempt  # noqa: PLW0603 - torch has one world per process
     with _lock:
-        if _attempt is not attempt or attempt.fork_count != fork_count():
+        if _attempt is not attempt or attempt.fork_count != fork_count() or attempt.is_connecting:
             return
-        _world, is_connecting, rendezvous = None, attempt.is_connecting, attempt.rendezvous
+        _world = None
         try:
-            if attempt.has_connected and not is_connecting and dist.is_initialized():
+            if attempt.has_connected and dist.is_initialized():
                 fork_guard.release(dist.group.WORLD)
                 dist.destroy_process_group()
         finally:
-            _leave(rendezvous)
-        if not is_connecting:
-            _attempt = None
+            _leave(attempt.rendezvous)
+        _attempt = None
 
 
 def _leave(rendezvous: Rendezvous | None) -> None:
@@ -240,17 +236,18 @@ def _leave(rendezvous: Rendezvous | None) -> None:
         forget_losses()  # behind the end of a secured store, which tells of them
 
 
-def end_interrupted() -> None:
+def end_interrupted(within_s: float = _END_S) -> None:
     """End what an `init_world` that was interrupted has left in torch, so that nobody takes it for a world of the user.
 
-    Waits for a moment for the thread that is still in torch.
+    Waits up to `within_s` seconds for the thread that is still in torch.
     """
-    end = time.monotonic() + _END_S
+    start = time.monotonic()
     while _is_joining() and (attempt := _attempt) is not None and attempt.has_failed:
         _finish(attempt)
-        if not attempt.is_connecting or time.monotonic() >= end:
+        waited_s = time.monotonic() - start
+        if attempt.is_connecting and waited_s >= within_s:
             return
-        time.sleep(pause_after(_END_S - (end - time.monotonic())))
+        time.sleep(pause_after(waited_s))
 
 
 def leave_world() -> None:

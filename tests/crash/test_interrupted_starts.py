@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from coordinator import parallel_state
-from coordinator.bootstrap import fork_guard, rendezvous
+from coordinator.bootstrap import blocking_calls, fork_guard, rendezvous
 from coordinator.bootstrap.rendezvous import init_world, leave_world
 from coordinator.parallel_state import (
     destroy_distributed_environment,
@@ -132,3 +132,39 @@ def test_an_interrupt_while_the_world_is_logged_leaves_the_world(ranks2: RankPoo
     """Its group is there, but nobody has it. The next start has a group of the world."""
     for found in ranks2.run(interrupted_behind_the_world):
         assert found == ["KeyboardInterrupt", True, False, False] * 2
+
+
+def interrupted_in_torch(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Interrupt a start whose thread stays in torch, and start again before and behind its end."""
+    path, initialise = directory / f"meet-{rank}", dist.init_process_group
+    is_there, goes_on = threading.Event(), threading.Event()
+
+    def initialise_later(*args: Any, **options: Any) -> None:
+        is_there.set()
+        goes_on.wait()
+        initialise(*args, **options)
+
+    def interrupt(*_: object) -> None:
+        if is_there.is_set():
+            raise KeyboardInterrupt
+
+    again = partial(start, path)
+    with mock.patch.object(dist, "init_process_group", initialise_later):
+        with mock.patch.object(blocking_calls, "raise_if_lost", interrupt):
+            found = [outcome_of(again)["kind"]]
+        with mock.patch.object(rendezvous, "_END_S", 0.05):
+            found.append(outcome_of(again)["text"])
+        goes_on.set()
+        wait_until(lambda: rendezvous._attempt is None, "the end of the thread")
+    found += [str(dist.is_initialized()), str(path.exists()), outcome_of(again)["kind"]]
+    leave_world()
+    return found
+
+
+@pytest.mark.guarantee("G9")
+def test_the_thread_of_an_interrupted_start_ends_the_world_that_it_makes(ranks2: RankPool) -> None:
+    """It cannot be told to give up. A start before that waits for a moment, and is refused."""
+    for kind, refused, *behind in ranks2.run(interrupted_in_torch):
+        assert kind == "KeyboardInterrupt"
+        assert "was interrupted, and its thread has not left torch yet" in refused
+        assert behind == ["False", "False", "NoneType"]

@@ -25,6 +25,8 @@ PART_OVERHEAD: Final = 512
 # A connection that breaks again and again is made anew every 20 ms.
 _GREETINGS_S: Final = 0.2
 _MOST_GREETINGS: Final = 16
+# Replaced connections that are remembered. What was sent over one is long received when so many have followed it.
+_FORMER: Final = 64
 
 
 class Part(NamedTuple):
@@ -75,7 +77,7 @@ class Link:
         self.is_lost = False
         self.has_left = False
         self.ask = 0
-        self._former: set[bytes] = set()
+        self._former: deque[bytes] = deque(maxlen=_FORMER)
         self._greetings_at, self._greetings = 0.0, 0
         self.received = 0
         self.given_back = self.messages = self.nbytes = 0
@@ -106,7 +108,7 @@ class Link:
         """Use a connection from now on; return whether it is another one than before."""
         before, self.route = self.route, route
         if before not in (None, route):
-            self._former.add(before)
+            self._former.append(before)
         return before != route
 
     def state(self, now: float) -> str:

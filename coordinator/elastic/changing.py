@@ -191,6 +191,11 @@ class ChangingGroups(ABC):
         own, world = self._membership().world, later._membership().world
         if has_begun(own.line(), world.epoch, call, timeout_s):
             later._callbacks[:] = self._callbacks
+            if not all(health.is_closed for health in self._healths()):
+                # A planned change was decided behind the interrupt of a commit: nobody has ended these groups.
+                world.take_over(own.hand_over())
+                self._ending().follow(own.epoch, world.epoch)
+                self._destroy_all()
             return later
         leave_store = world.hand_over()
         later.destroy()

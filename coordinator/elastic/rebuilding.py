@@ -11,7 +11,7 @@ import msgspec
 from coordinator.bootstrap.world import Line, World
 from coordinator.elastic import joiners, protocol
 from coordinator.elastic.driver import Deadlines, Driver, ask
-from coordinator.elastic.ending import NOTHING, Ending
+from coordinator.elastic.ending import NOTHING, Ending, Meeting
 from coordinator.elastic.layouts import LayoutRule, drop_replicas
 from coordinator.elastic.part import Change, Groups, Note, Part, Recipe, settings_facts
 from coordinator.elastic.protocol import Complete, Excluded, Prepared, Refused
@@ -132,7 +132,13 @@ def has_begun(line: Line, number: int, call: str, timeout_s: float) -> bool:
         CommTimeoutError: The store does not answer.
         NativeError: It is gone.
     """
-    found: bool = ask(line.store, protocol.settle(number), f"{call} (member {line.me})", timeout_s)
+    where = f"{call} (member {line.me})"
+    found: bool = ask(line.store, protocol.settle(number), where, timeout_s)
+    if found:
+        # In a planned change the others wait for it before they free what it might use.
+        Meeting(line.store, number, line.me, tuple, where).refuse(
+            f"member {line.me} was interrupted", timeout_s
+        )
     return found
 
 

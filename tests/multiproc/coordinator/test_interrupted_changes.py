@@ -13,8 +13,9 @@ from coordinator import group_registry
 from coordinator.elastic.driver import Driver
 from coordinator.elastic.ending import Meeting
 from coordinator.elastic.joining import join_distributed_environment
+from coordinator.elastic.layouts import Placement
 from coordinator.elastic.protocol import Get, Operation, Pause
-from coordinator.errors import CommError, CommTimeoutError, UsageError
+from coordinator.errors import CommError, CommTimeoutError, DisagreementError, UsageError
 from coordinator.groups import ParallelGroups
 from coordinator.settings import CoordinatorSettings
 from tests.harness import run_ranks
@@ -65,6 +66,7 @@ PLACES = {each.__name__: each for each in (waits_for_members, has_built, has_bui
 
 def meet(rank: int, world_size: int, directory: Path) -> None:
     """Return when all ranks have come here."""
+    directory.mkdir(exist_ok=True)
     (directory / f"there {rank}").touch()
     wait_until(lambda: len(list(directory.glob("there *"))) == world_size, "the other ranks", TIMEOUT_S)
 
@@ -104,6 +106,69 @@ def interrupted_in_rebuild(rank: int, world_size: int, directory: Path, place: s
 def test_a_rank_that_is_interrupted_in_a_rebuild_calls_it_once_more(place: str) -> None:
     """Both have working groups then, of both ranks: also if the other had them before, whose call fails at once."""
     assert run_ranks(interrupted_in_rebuild, 2, place) == [[2, 1.0, True, 2]] * 2
+
+
+def rebuilt(groups: ParallelGroups) -> ParallelGroups:
+    """Rebuild them, again if the other rank still plans a change: both are refused then."""
+    try:
+        return groups.rebuild(timeout_s=TIMEOUT_S)
+    except DisagreementError:
+        return groups.rebuild(timeout_s=TIMEOUT_S)
+
+
+def exchanged(groups: ParallelGroups) -> ParallelGroups:
+    """Go over to groups of the same ranks as planned, or stay where the change is given up."""
+    try:
+        plan = groups.prepare(
+            layout=lambda layout, ranks: Placement(layout, tuple(sorted(ranks))), timeout_s=TIMEOUT_S
+        )
+        later = plan.commit()
+    except DisagreementError:
+        return groups
+    assert later is not None
+    return later
+
+
+CHANGES = {each.__name__: each for each in (rebuilt, exchanged)}
+
+
+def interrupted_at_each_step(rank: int, world_size: int, directory: Path, change: str) -> list[Any]:
+    groups, step, strikes = elastic_groups(rank, world_size, directory), 0, 0
+    while not (directory / "over").exists():
+        meet(rank, world_size, directory / f"{step}")
+        done = set[str]()
+
+        def comes(_: Driver, wants: Operation, done: set[str] = done, step: int = step) -> bool:
+            done.add("pauses" if isinstance(wants, Pause) else repr(wants))
+            return len(done) > step
+
+        later = groups
+        if rank == 1:
+            try:
+                with struck_at(comes):
+                    later = CHANGES[change](groups)
+            except StruckError:
+                strikes += 1
+                later = rebuilt(groups)
+            except AssertionError:  # it has had fewer steps
+                (directory / "over").touch()
+        else:
+            later = CHANGES[change](groups)
+        groups, _ = use_or_rebuild(later)
+        meet(rank, world_size, directory / f"{step} done")
+        step += 1
+    end(groups)
+    return [strikes, len(group_registry._groups)]
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("E5")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_rank_may_be_interrupted_at_each_step_of_a_change(change: str) -> None:
+    """Both go on with it each time, and nothing of the epochs between is left."""
+    (_, left), (strikes, own) = run_ranks(interrupted_at_each_step, 2, change, timeout_s=200.0)
+    assert strikes > 10
+    assert (left, own) == (0, 0)
 
 
 def interrupted_in_commit(rank: int, world_size: int, directory: Path) -> list[Any]:

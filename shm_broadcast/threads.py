@@ -107,8 +107,9 @@ class Aside:
     stores what it opens in an object that will be closed.
     """
 
-    def __init__(self) -> None:
-        """Start no thread yet."""
+    def __init__(self, purpose: str = "to open descriptors") -> None:
+        """Start no thread yet; `purpose` says in an error what a thread is for."""
+        self._purpose = purpose
         self._thread: DaemonThread | None = None
         self._is_cancelled = self._has_begun = False
         self._error: BaseException | None = None
@@ -138,7 +139,7 @@ class Aside:
             if raised_by_handler(refused):
                 raise
             raise CapabilityError(
-                f"no thread could be started: {refused}", requirement="a thread"
+                f"no thread could be started {self._purpose}: {refused}", requirement="a thread"
             ) from refused
         self._thread.join()
         self._thread = None

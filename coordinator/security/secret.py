@@ -8,14 +8,12 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
 from coordinator.security.hkdf import expand, extract
-from shm_broadcast.errors import CapabilityError, UsageError
-from shm_broadcast.interruption import raised_by_handler
-from shm_broadcast.threads import DaemonThread
+from shm_broadcast.errors import UsageError
+from shm_broadcast.threads import Aside
 
 __all__ = ["LEAST_BYTES", "MOST_BYTES", "Secret", "from_descriptor", "from_file"]
 
@@ -124,28 +122,9 @@ def _read_aside(read: Callable[[], Secret]) -> Secret:
     A signal handler that strikes on the caller's thread may come behind a system call whose descriptor nobody has
     stored yet; or it may ask for the same secret, and would wait for the lock that the call behind it holds.
     """
-    outcome: Future[Secret] = Future()
-    thread = DaemonThread(_deliver, "group-coordinator-secret", (read, outcome))
-    try:
-        thread.start()
-    except RuntimeError as error:
-        if raised_by_handler(error):
-            raise
-        raise CapabilityError(
-            f"no thread can be started to read the secret of this job: {error}", requirement="a thread"
-        ) from error
-    thread.join()
-    try:
-        return outcome.result()
-    finally:
-        del outcome  # an error in it holds this frame
-
-
-def _deliver(read: Callable[[], Secret], outcome: Future[Secret]) -> None:
-    try:
-        outcome.set_result(read())
-    except BaseException as error:  # noqa: BLE001 - raised on the thread that waits
-        outcome.set_exception(error)
+    outcome: list[Secret] = []
+    Aside("to read the secret of this job").run(lambda: outcome.append(read()))
+    return outcome[0]
 
 
 def _take(descriptor: int) -> Secret:

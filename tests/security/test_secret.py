@@ -354,7 +354,7 @@ def test_a_process_that_can_have_no_thread_says_so(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patched:
         patched.setattr(DaemonThread, "start", start)
-        with pytest.raises(CapabilityError, match="no thread can be started to read the secret"):
+        with pytest.raises(CapabilityError, match="no thread could be started to read the secret"):
             from_file(path)
     assert from_file(path).derive("r", "r", 1) == Secret(VALUE).derive("r", "r", 1)
 

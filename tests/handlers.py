@@ -1,12 +1,14 @@
-"""Run a signal handler, or what one may do, at every place of a call where Python would run it."""
+"""Run a signal handler, or what one may do, after a time or at every place of a call where Python would run it."""
 
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from types import FrameType
 from typing import Any
 
-__all__ = ["PLACES", "Interrupt", "handling_at", "raising_at", "raising_twice_at"]
+__all__ = ["PLACES", "Interrupt", "alarm", "handling_at", "raising_at", "raising_twice_at"]
 
 
 class Interrupt(BaseException):
@@ -24,6 +26,18 @@ PLACES = (
     ),
 )
 """The files of remote readers, in which a handler runs unless a test names others."""
+
+
+@contextmanager
+def alarm(after_s: float, handler: Callable[[], object]) -> Iterator[None]:
+    """Let a signal handler call `handler` once in the block, after a time."""
+    before = signal.signal(signal.SIGALRM, lambda *_: handler())
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def handling_at(

@@ -1,10 +1,8 @@
 """A world that is joined or left by an interrupted call, or left by a signal handler, leaves nothing open."""
 
 import dataclasses
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from coordinator.security.store import secured
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommTimeoutError, NativeError, UsageError
 from shm_broadcast.liveness import fork_count
-from tests.handlers import Interrupt, handling_at, raising_at
+from tests.handlers import Interrupt, alarm, handling_at, raising_at
 from tests.harness import RankPool
 from tests.leaks import Snapshot, leaked_since
 from tests.ports import free_port, listening_ports
@@ -85,18 +83,6 @@ def test_a_world_whose_end_is_interrupted_anywhere_leaves_nothing(
 
 class StruckError(BaseException):
     """Raised by a signal handler."""
-
-
-@contextmanager
-def alarm(after_s: float, handler: Callable[[], None]) -> Iterator[None]:
-    """Let a signal handler call `handler` once in the block."""
-    before = signal.signal(signal.SIGALRM, lambda *_: handler())
-    signal.setitimer(signal.ITIMER_REAL, after_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def strike() -> None:

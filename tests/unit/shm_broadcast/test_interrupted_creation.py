@@ -3,12 +3,10 @@
 import gc
 import os
 import select
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -23,7 +21,7 @@ from shm_broadcast.layout import ReaderState
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.status.kept_pages import _Kept
 from shm_broadcast.threads import made_aside
-from tests.handlers import PLACES, Interrupt, raising_at
+from tests.handlers import PLACES, Interrupt, alarm, raising_at
 from tests.queues import memory_of, queue
 from tests.remotes import HERE, remote_queue
 from tests.waiting import wait_until
@@ -46,24 +44,12 @@ def open_now() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-@contextmanager
-def striking(after_s: float, handler: Callable[..., object]) -> Iterator[None]:
-    """Run a signal handler once in the block, after a time."""
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, after_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def keep(made: list[Any], make: Callable[[], object]) -> None:
     """Add what is made to a list."""
     made.append(make())
 
 
-def interrupt(*_: object) -> None:
+def interrupt() -> None:
     """Raise, as a handler does."""
     raise Interrupt
 
@@ -141,7 +127,7 @@ def test_an_interrupt_ends_the_wait_for_a_silent_writer() -> None:
         silent.listen()
         handle = msgspec.structs.replace(writer.handle, address=address)
         before, start = open_now(), time.monotonic()
-        with striking(0.1, interrupt), pytest.raises(Interrupt):
+        with alarm(0.1, interrupt), pytest.raises(Interrupt):
             QueueReader.open(handle, writer.key, 0, 30.0)
         assert time.monotonic() - start < 5.0
         wait_until(lambda: open_now() <= before, "the end of the thread")
@@ -156,7 +142,7 @@ def test_what_is_made_for_nobody_is_dropped_by_who_makes_it() -> None:
         may_end.wait()
         return "made"
 
-    with striking(0.05, interrupt), pytest.raises(Interrupt):
+    with alarm(0.05, interrupt), pytest.raises(Interrupt):
         made_aside(make, dropped.append, interrupt)
     assert not dropped
     may_end.set()
@@ -175,7 +161,7 @@ def test_a_forked_child_is_not_given_what_its_parent_makes() -> None:
 
     made = status = None
     try:
-        with striking(0.05, lambda *_: children.append(os.fork())):
+        with alarm(0.05, lambda: children.append(os.fork())):
             made = made_aside(make, lambda _: None, lambda: None)
     except UsageError:
         status = 7

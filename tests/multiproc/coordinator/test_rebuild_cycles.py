@@ -1,7 +1,9 @@
 """Ranks are killed and replaced again and again, and the members that stay hold no more than at the beginning."""
 
 import random
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
+from functools import partial
 
 import pytest
 
@@ -21,14 +23,40 @@ class Held:
     def __init__(self) -> None:
         self._first: dict[tuple[bool, int], list[int]] = {}
 
-    def check(self, cycle: int, members: Collection[int], found: list[list[int]]) -> None:
-        """Compare with the first members that had these ranks. Those of the beginning also hold torch's own world."""
-        for rank, (number, now) in enumerate(zip(members, found, strict=True)):
-            before = self._first.setdefault((number < RANKS, rank), now)
-            assert now[:2] == before[:2], f"descriptors and threads of rank {rank} in cycle {cycle}"
-            assert abs(now[2] - before[2]) <= JITTER, (
-                f"objects of rank {rank} in cycle {cycle}: {before} {now}"
-            )
+    def check(
+        self, cycle: int, members: Collection[int], ask: Callable[[], list[list[int]]]
+    ) -> list[list[int]]:
+        """Compare with the first members that had these ranks. Those of the beginning also hold torch's own world.
+
+        A thread stays in the kernel's list for a moment after it was joined, for longer on a busy machine. So members
+        that have more threads than the fewest so far are asked again, and have 10 s to get down to them.
+
+        Args:
+            cycle: For the messages.
+            members: Their numbers, by rank.
+            ask: Returns what they hold now, by rank.
+
+        Returns:
+            What they hold.
+        """
+        found = ask()
+        firsts = [
+            self._first.setdefault((number < RANKS, rank), now)
+            for rank, (number, now) in enumerate(zip(members, found, strict=True))
+        ]
+
+        def excess() -> list[int]:
+            return [now[1] - first[1] for now, first in zip(found, firsts, strict=True)]
+
+        deadline = time.monotonic() + 10.0
+        while max(excess()) > 0 and time.monotonic() < deadline:
+            found = ask()
+        for rank, (now, first) in enumerate(zip(found, firsts, strict=True)):
+            assert now[0] == first[0], f"descriptors of rank {rank} in cycle {cycle}"
+            assert now[1] <= first[1], f"threads of rank {rank} in cycle {cycle}"
+            assert abs(now[2] - first[2]) <= JITTER, f"objects of rank {rank} in cycle {cycle}: {first} {now}"
+            first[1] = now[1]
+        return found
 
 
 def kill_and_replace(cycles: int, seed: int, spare: Collection[int] = ()) -> dict[str, list[int]]:
@@ -66,8 +94,7 @@ def kill_and_replace(cycles: int, seed: int, spare: Collection[int] = ()) -> dic
             for rank, each in enumerate([*said, crowd.answer(new)]):
                 assert each == [rank, RANKS, 2 * cycle, []]
             crowd.ask(members, "use", -cycle)
-            found = crowd.ask(members, "holds")
-            held.check(cycle, members, found)
+            found = held.check(cycle, members, partial(crowd.ask, members, "holds"))
             resident += [now[3] for number, now in zip(members, found, strict=True) if number in spare][:1]
             assert len(crowd.files()) == files, f"files of the rendezvous in cycle {cycle}: {crowd.files()}"
         assert crowd.store_bytes() - size <= cycles * (2 * RANKS - 1) * MOST_BYTES

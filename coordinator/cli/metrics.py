@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from coordinator.cli.output import write_out
 from coordinator.diagnosis.metrics.exporter import FILE_NAME, MetricsServer, write_metrics
@@ -52,12 +54,36 @@ def _write(directory: Path, interval_s: float) -> None:
     if not directory.is_dir():
         raise UsageError(f"{str(directory)!r} is not a directory")
     reader = MetricsReader(read_host)
-    try:
-        file = write_metrics(directory, reader)
-        write_out(f"metrics of this host's ranks: {file}, every {interval_s:g} s\n")
-        while True:
-            time.sleep(interval_s)
+    ends: SimpleQueue[int] = SimpleQueue()  # a signal handler may add to it at any place
+    file = directory / FILE_NAME
+    with _told_of_signals(ends):
+        try:
             write_metrics(directory, reader)
+            write_out(f"metrics of this host's ranks: {file}, every {interval_s:g} s\n")
+            while not _has_one(ends, interval_s):
+                write_metrics(directory, reader)
+        finally:
+            # node_exporter would go on showing the last values as if they were today's.
+            file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _told_of_signals(ends: SimpleQueue[int]) -> Iterator[None]:
+    """Put SIGINT and SIGTERM into `ends`: what a handler raises in the middle of a file could leave a part of it."""
+    # A shell lets its background jobs ignore SIGINT.
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {each: signal.signal(each, lambda number, _: ends.put(number)) for each in numbers}
+    try:
+        yield
     finally:
-        # node_exporter would go on showing the last values as if they were today's.
-        (directory / FILE_NAME).unlink(missing_ok=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _has_one(ends: SimpleQueue[int], timeout_s: float) -> bool:
+    """Wait for a signal for up to `timeout_s` seconds; return whether one has come."""
+    try:
+        ends.get(timeout=timeout_s)
+    except Empty:
+        return False
+    return True

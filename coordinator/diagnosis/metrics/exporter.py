@@ -193,6 +193,7 @@ def write_metrics(directory: Path, reader: MetricsReader) -> Path:
             os.fchmod(file.fileno(), 0o644)
         Path(name).replace(directory / FILE_NAME)
     except BaseException:
-        Path(name).unlink()
+        # An interrupt may come once the file has its final name.
+        Path(name).unlink(missing_ok=True)
         raise
     return directory / FILE_NAME

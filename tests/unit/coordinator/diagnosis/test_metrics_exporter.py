@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli import main
+from coordinator.cli import main, metrics
 from coordinator.diagnosis.metrics import exporter
-from coordinator.diagnosis.metrics.exporter import MetricsServer, listening_address, write_metrics
+from coordinator.diagnosis.metrics.exporter import FILE_NAME, MetricsServer, listening_address, write_metrics
 from coordinator.diagnosis.metrics.reader import MetricsReader
 from coordinator.diagnosis.pages import Search
 from shm_broadcast.errors import UsageError
@@ -234,6 +235,44 @@ def test_a_file_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> No
         write_metrics(tmp_path, MetricsReader(fail))
     assert file.read_bytes() == before
     assert os.listdir(tmp_path) == [file.name]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_middle_of_a_file_ends_the_exporter_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """It is no error, wherever it strikes, and neither the file nor a part of it is left."""
+    written: list[Path] = []
+
+    def write(directory: Path, reader: MetricsReader) -> Path:
+        if written:
+            os.kill(os.getpid(), number)
+        written.append(write_metrics(directory, reader))
+        return written[-1]
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(metrics, "write_metrics", write)
+    assert main(["metrics", "--textfile", str(tmp_path), "--interval", "0.01"]) == 0
+    assert len(written) == 2
+    assert os.listdir(tmp_path) == []
+    assert capsys.readouterr().err == ""
+    assert {each: signal.getsignal(each) for each in before} == before
+
+
+def test_an_interrupt_behind_the_last_step_of_a_file_arrives_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has its final name then, and the temporary one is gone."""
+    replace = Path.replace
+
+    def interrupted(self: Path, target: Path) -> None:
+        replace(self, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_metrics(tmp_path, MetricsReader(lambda: Search((), (), {})))
+    assert os.listdir(tmp_path) == [FILE_NAME]
 
 
 def test_a_directory_that_is_not_there_is_a_wrong_command_line(

@@ -2,12 +2,13 @@
 
 import gc
 import os
+import re
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from shm_broadcast.stacks.offered import NAME
 from shm_broadcast.status.page import own_page
 from shm_broadcast.status.record_file import PAGE_SUFFIX
 
-__all__ = ["TEMP_PREFIX", "Snapshot", "children_of", "leaked_since"]
+__all__ = ["TEMP_PREFIX", "Snapshot", "children_of", "leaked_since", "without_stuck_message"]
 
 TEMP_PREFIX = "group-coordinator-"
 """The prefix of the name of every temporary directory and every thread of the product."""
@@ -86,6 +87,22 @@ def leaked_since(
             return leaks
         gc.collect()
         time.sleep(0.02)
+
+
+def without_stuck_message(leaks: Sequence[str]) -> list[str]:
+    """Return what a rank has left behind, without what Gloo keeps of a message that broke in the middle of its copy.
+
+    That is a thread which waits for the end of the message, and descriptors of the connections of its group (G9 in
+    `coordinator/DESIGN.md`). If no such thread is left, nothing is taken away.
+    """
+
+    def is_stuck(leak: str) -> bool:
+        return leak.startswith("thread 'group-coordinator-") and "in _drain\n    work.wait(" in leak
+
+    if not any(map(is_stuck, leaks)):
+        return list(leaks)
+    of_gloo = re.compile(r"descriptor \d+ -> (pipe:|socket:|anon_inode:\[eventpoll\])")
+    return [leak for leak in leaks if not is_stuck(leak) and not of_gloo.match(leak)]
 
 
 def children_of(pid: int) -> list[int]:

@@ -1,8 +1,11 @@
 """Leaving a group takes bounded time, is allowed in any state, and loses nothing that was sent."""
 
 import os
+import signal
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,10 @@ import pytest
 import torch
 
 from coordinator.group import GroupCoordinator
+from device_comm.cpu import shared_memory
 from tests.handlers import raising_at
-from tests.harness import RankPool
+from tests.harness import RankPool, run_ranks
+from tests.leaks import Snapshot, leaked_since, without_stuck_message
 from tests.waiting import sleeping_in, wait_until
 from tests.worlds import LARGE, WAITS, meet, new_group, outcome_of, world
 
@@ -279,3 +284,47 @@ def test_a_destroy_that_is_interrupted_anywhere_leaves_nothing(ranks2: RankPool)
     (steps, left), _ = ranks2.run(interrupt_destroy)
     assert steps > 30
     assert left == []
+
+
+def break_in_the_middle_of_a_message(
+    rank: int, world_size: int, directory: Path, marks: str
+) -> dict[str, Any]:
+    shared_memory.host_id = lambda: f"host {rank}"  # so that the ranks connect by Gloo
+    before = Snapshot.take()
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        data = torch.full((LARGE,), 1 - rank, dtype=torch.uint8)
+        meet(rank, range(world_size), directory, "ready")
+        if rank == 0:
+            found = outcome_of(lambda: group.send(data, 1, timeout_s=SHORT_S))
+            Path(marks, "failed").touch()
+        else:
+            handle = group.irecv(data, 0)
+            wait_until(lambda: data[0] != 0, "the first bytes", poll_s=0.0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            found = outcome_of(handle.wait)
+        seconds = destroyed_in_time(group)
+        is_whole = bool(data[-1] == 1)
+    return {**found, "destroy": seconds, "whole": is_whole, "left": leaked_since(before)}
+
+
+def resume_once_the_other_failed(marks: Path, pids: Sequence[int]) -> None:
+    stat = Path(f"/proc/{pids[1]}/stat")
+    wait_until(lambda: stat.read_text().rpartition(") ")[2].startswith("T"), "rank 1 to stop")
+    wait_until((marks / "failed").exists, "the time-out of rank 0")
+    os.kill(pids[1], signal.SIGCONT)
+
+
+@pytest.mark.guarantee("G9")
+def test_a_message_that_breaks_in_its_middle_leaves_no_more_than_gloo_keeps(tmp_path: Path) -> None:
+    """That is a thread that waits and the group's connections. Errors, `destroy` and the end of the process go on."""
+    resume = partial(resume_once_the_other_failed, tmp_path)
+    sender, receiver = run_ranks(
+        break_in_the_middle_of_a_message, 2, str(tmp_path), check_leaks=False, while_running=resume
+    )
+    assert not receiver["whole"]
+    for each in (sender, receiver):
+        assert (each["kind"], each["missing"]) == ("CommTimeoutError", [1])
+        assert each["destroy"] < BOUNDED_S
+        assert [leak for leak in each["left"] if leak.startswith("thread")], "Gloo has mended this"
+        assert without_stuck_message(each["left"]) == []

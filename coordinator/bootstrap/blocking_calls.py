@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -21,6 +22,9 @@ Result = TypeVar("Result")
 _FIRST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.02
 _PART_OF_WAIT: Final = 0.125
+
+# Threads that run a call, also those for which an interrupted caller no longer waits.
+_running: Final[set[threading.Thread]] = set()
 
 
 def run_interruptibly(
@@ -42,14 +46,19 @@ def run_interruptibly(
         What `action` returned.
     """
     outcome: Future[Result] = Future()
+    is_dropped = False
 
     def body(outcome: Future[Result]) -> None:
+        # If the caller was interrupted before this thread began, this sees it; else `finish_calls` sees this thread.
+        _running.add(threading.current_thread())
         try:
-            outcome.set_result(action())
+            if not is_dropped:
+                outcome.set_result(action())
         except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
             outcome.set_exception(error)
         finally:
             del outcome
+            _running.discard(threading.current_thread())
 
     def drop(dropped: Future[Result]) -> None:
         if release is not None and dropped.exception() is None:
@@ -64,6 +73,7 @@ def run_interruptibly(
                 return outcome.result()
             check()
     except BaseException:
+        is_dropped = True
         outcome.add_done_callback(drop)  # now, or once there is a result
         raise
     finally:
@@ -115,6 +125,17 @@ def ask_store(
         return run_interruptibly(question, "store", check_all)
     except RuntimeError as error:
         raise torch_error(f"{where}: lost the connection to the world's store: {error}", "Store") from error
+
+
+def finish_calls(timeout_s: float) -> None:
+    """Wait until no thread of `run_interruptibly` is left in this process, for at most `timeout_s` seconds.
+
+    One for which an interrupted caller no longer waits may still ask a store, also after the store has gone.
+    """
+    end = time.monotonic() + timeout_s
+    for thread in list(_running):
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join(max(end - time.monotonic(), 0.0))
 
 
 def raise_if_lost(watch: PeerWatch, where: str) -> None:

@@ -12,7 +12,8 @@ make a directory of our own, whose name is that of the file and a suffix; the fi
 
 Each process opens the store through its own hard link and removes the link when it leaves. A FileStore's destructor,
 which runs whenever the object is collected, checks that its file exists and then opens it to record its exit. If the
-file is removed between the two steps, the destructor waits five minutes for it while holding the interpreter lock.
+file is removed between the two steps, the destructor waits five minutes for it while holding the interpreter lock. A
+question makes the file anew, or waits as long for its directory. So whoever leaves waits for questions first.
 
 The name of a link says which process has made it. So the last one to leave is known also if others were killed, and a
 process that joins a run later removes the links of those.
@@ -34,6 +35,7 @@ from typing import Final
 import msgspec
 import torch.distributed as dist
 
+from coordinator.bootstrap.blocking_calls import finish_calls
 from shm_broadcast.errors import CommTimeoutError, UsageError
 from shm_broadcast.liveness import ProcessIdentity, process_state, this_process
 
@@ -45,6 +47,8 @@ _NAME: Final = re.compile(r"generation-[0-9a-f]{16}\Z")
 # store-RANK-NAMESPACE.PID.TICKS.RANDOM, with "joined" for the rank of a process that has joined later.
 _LINK: Final = re.compile(r"store-(?:\d+|joined)-(\d+)\.(\d+)\.(\d+)\.[0-9a-f]{16}\Z")
 _TRIES: Final = 10
+# How long to wait for calls whose callers were interrupted. A question takes 40 us, if no stopped rank locks the file.
+_CALLS_S: Final = 1.0
 # Pauses between two polls, growing by 1.2: rank 0 usually comes within milliseconds.
 _FIRST_PAUSE_S: Final = 0.0003
 _LONGEST_PAUSE_S: Final = 0.005
@@ -293,6 +297,7 @@ class DirectoryRendezvous:
 
     def _let_go(self, generation: Path) -> None:
         """Stop using a generation; remove it if all of its ranks have come, and no process uses it any more."""
+        finish_calls(_CALLS_S)
         self._unlink()
         owner = _read_owner(generation)
         if owner is None or _is_used(generation) or not _is_full(generation, owner.world_size):

@@ -5,8 +5,6 @@ import secrets
 import signal
 import stat
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +14,6 @@ from unittest import mock
 import pytest
 
 from coordinator.bootstrap.agreement import agreeing
-from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.methods.directory import DirectoryRendezvous
 from coordinator.errors import CommTimeoutError, UsageError
 from coordinator.parallel_state import (
@@ -25,9 +22,7 @@ from coordinator.parallel_state import (
     init_distributed_environment,
 )
 from coordinator.settings import CoordinatorSettings
-from shm_broadcast.threads import DaemonThread
 from tests.harness import RankPool, run_ranks
-from tests.waiting import wait_until
 from tests.worlds import join_world, meet, outcome_of, world
 
 
@@ -500,59 +495,6 @@ def test_a_rank_that_leaves_unlinks_its_store_before_the_directory_is_removed(tm
     assert stores[0].get("key") == b"value"
     meetings[1].leave()
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.guarantee("G9")
-def test_a_question_is_not_asked_if_its_caller_was_interrupted_before_its_thread_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thread that finds no core may begin at any time: also when the store has gone."""
-    begins, run, asked = threading.Event(), DaemonThread.run, list[DaemonThread]()
-
-    def run_later(self: DaemonThread) -> None:
-        asked.append(self)
-        assert begins.wait(10.0)
-        run(self)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    rendezvous = DirectoryRendezvous(tmp_path / "rendezvous", 0, 1)
-    store = rendezvous.join(10.0)
-    monkeypatch.setattr(DaemonThread, "run", run_later)
-    with pytest.raises(KeyboardInterrupt):
-        ask_store(lambda: store.compare_set("key", "", "value"), "a question", 10.0, interrupt)
-    rendezvous.leave()
-    begins.set()
-    asked[0].join(1.0)
-    assert not asked[0].is_alive()
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.guarantee("G9")
-def test_a_question_whose_caller_was_interrupted_ends_before_the_store_goes(tmp_path: Path) -> None:
-    """Behind it, it would make the file anew, or wait for five minutes for the directory."""
-    asked = threading.Event()
-
-    def ask() -> bytes:
-        asked.set()
-        time.sleep(0.3)  # as a thread that finds no core
-        return store.compare_set("key", "", "value")
-
-    def interrupt() -> None:
-        assert asked.wait(10.0)
-        raise KeyboardInterrupt
-
-    rendezvous = DirectoryRendezvous(tmp_path / "rendezvous", 0, 1)
-    store = rendezvous.join(10.0)
-    before = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        ask_store(ask, "a question", 10.0, interrupt)
-    rendezvous.leave()
-    assert 0.3 <= time.monotonic() - before < 1.0
-    assert os.listdir(tmp_path) == []
-    name = "group-coordinator-store"
-    wait_until(lambda: name not in {each.name for each in threading.enumerate()}, "the thread's end", 1.0)
 
 
 def test_a_rank_that_is_taken_is_found_without_opening_the_store(

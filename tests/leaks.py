@@ -16,7 +16,7 @@ from shm_broadcast.stacks.offered import NAME
 from shm_broadcast.status.page import own_page
 from shm_broadcast.status.record_file import PAGE_SUFFIX
 
-__all__ = ["TEMP_PREFIX", "Snapshot", "children_of", "leaked_since", "without_stuck_message"]
+__all__ = ["GRACE_S", "TEMP_PREFIX", "Snapshot", "children_of", "leaked_since", "without_stuck_message"]
 
 TEMP_PREFIX = "group-coordinator-"
 """The prefix of the name of every temporary directory and every thread of the product."""

@@ -21,20 +21,11 @@ from coordinator.group import GroupCoordinator
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
 from shm_broadcast.settings import BroadcastSettings
-from tests.leaks import Snapshot, leaked_since, without_stuck_message
+from tests.leaks import Snapshot, leaked_since
 from tests.waiting import has_ended, sleeping_in, wait_until
 from tests.worlds import meet, world
 
-__all__ = [
-    "RANKS",
-    "STOP_S",
-    "VICTIMS",
-    "Sender",
-    "live_in_a_cell",
-    "may_keep_descriptors",
-    "may_keep_thread",
-    "witnesses",
-]
+__all__ = ["RANKS", "STOP_S", "VICTIMS", "Sender", "live_in_a_cell", "may_keep_descriptors", "witnesses"]
 
 RANKS = 3
 VICTIMS = {"first": [0], "other": [2], "all": [0, 1, 2]}
@@ -292,11 +283,6 @@ def may_keep_descriptors(plane: str, place: str, name: str) -> bool:
     return name == "SIGINT" and (plane == "creation" or (plane, place) == ("destroy", "mid-copy"))
 
 
-def may_keep_thread(plane: str, place: str) -> bool:
-    """Return whether a rank of this cell may keep a thread that waits in Gloo; see `without_stuck_message`."""
-    return (plane, place) == ("Gloo message", "mid-copy")
-
-
 def live_in_a_cell(
     rank: int, world_size: int, directory: Path, plane: str, place: str, hit: str, name: str, marks: str
 ) -> dict[str, Any]:
@@ -312,8 +298,6 @@ def live_in_a_cell(
     left += [f"{more} mapped segments"] if more > 0 else []
     if rank in VICTIMS[hit] and may_keep_descriptors(plane, place, name):
         left = [each for each in left if not each.startswith("descriptor ") and "mapped" not in each]
-    if may_keep_thread(plane, place):
-        left = without_stuck_message(left)
     return {**found, "left": left}
 
 

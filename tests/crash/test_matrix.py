@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.matrix_cells import (
-    RANKS,
-    VICTIMS,
-    Sender,
-    live_in_a_cell,
-    may_keep_descriptors,
-    may_keep_thread,
-    witnesses,
-)
+from tests.crash.matrix_cells import RANKS, VICTIMS, Sender, live_in_a_cell, may_keep_descriptors, witnesses
 from tests.harness import run_ranks
 
 PAGE = Path(__file__).with_name("matrix.md")
@@ -69,8 +61,7 @@ def check_cell(tmp_path: Path, cell: tuple[str, str, str, str]) -> None:
         str(tmp_path),
         expect_dead=dead,
         timeout_s=90.0,
-        # Where a rank may keep something it looks itself, more closely.
-        check_leaks=not may_keep_descriptors(plane, place, name) and not may_keep_thread(plane, place),
+        check_leaks=not may_keep_descriptors(plane, place, name),
         while_running=Sender(tmp_path, *cell),
     )
     expected = TABLE[cell]

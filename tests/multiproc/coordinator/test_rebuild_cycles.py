@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from tests.leaks import GRACE_S
 from tests.rebuild_cycles import Crowd
 
 RANKS = 4
@@ -29,7 +30,7 @@ class Held:
         """Compare with the first members that had these ranks. Those of the beginning also hold torch's own world.
 
         A thread stays in the kernel's list for a moment after it was joined, for longer on a busy machine. So members
-        that have more threads than the fewest so far are asked again, and have 10 s to get down to them.
+        that have more threads than the fewest so far are asked again, for as long as a thread may outlive a test.
 
         Args:
             cycle: For the messages.
@@ -48,7 +49,7 @@ class Held:
         def excess() -> list[int]:
             return [now[1] - first[1] for now, first in zip(found, firsts, strict=True)]
 
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + GRACE_S
         while max(excess()) > 0 and time.monotonic() < deadline:
             found = ask()
         for rank, (now, first) in enumerate(zip(found, firsts, strict=True)):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from coordinator import group_registry, hosts
 from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.rendezvous import end_interrupted, init_world, leave_world
+from coordinator.bootstrap.world import declare_elastic, is_elastic_world
 from coordinator.graph_capture import GraphCaptureContext, context_for
 from coordinator.group import GroupCoordinator
 from coordinator.groups import (
@@ -33,7 +34,7 @@ from coordinator.groups import (
 from coordinator.launchers.init_methods import find_launch
 from coordinator.launchers.launch import Caller
 from coordinator.layout import ParallelLayout
-from coordinator.meeting.tickets import Ticket, checked
+from coordinator.meeting.tickets import Ticket, check_beside, checked
 from coordinator.security.requirement import warn_if_unused
 from coordinator.settings import (
     CoordinatorSettings,
@@ -90,7 +91,7 @@ def init_distributed_environment(
         settings: Settings of the world group; default: read from the environment.
         elastic: Whether the members may change; see `ParallelGroups.rebuild`. Equal on all ranks. It takes a store that
             outlives every rank: a directory, or that of torchrun's agent, which however ends all of its workers when
-            one fails. A world that exists already is used as it is.
+            one fails. In a world that torch.distributed has already, it is the store with which that was initialised.
         local_world_size: Number of processes in each pod, for `lws://`; -1 divides `world_size` by the number of pods.
         meeting: This process's ticket from a driver that has met all processes (`coordinator.meeting`), in place of
             world size, rank and init method: no variable of a launcher is read. It is good for one start.
@@ -112,13 +113,20 @@ def init_distributed_environment(
         settings = CoordinatorSettings.resolve(timeout_s=seconds(timeout, "timeout"))
     settings = settings or CoordinatorSettings.from_env()
     if meeting is not None:
-        _check_beside_ticket(checked(meeting), world_size, rank, distributed_init_method, elastic)
+        check_beside(checked(meeting), world_size, rank, distributed_init_method, elastic)
+        if find_world_group() is not None or dist.is_initialized():
+            raise UsageError(
+                f"this process is in a world already and cannot use the {meeting}: call "
+                "destroy_distributed_environment() first"
+            )
         world_size, rank = meeting.world_size, meeting.rank
         local_rank = meeting.local_rank if local_rank < 0 else local_rank
     world = find_world_group()
     if world is not None:
         _check_same("world_size", world_size, world.world_size)
         _check_same("rank", rank, world.rank)
+        if elastic and not is_elastic_world():
+            raise UsageError("elastic=True, but this world was started without it")
         return
     caller = Caller(
         rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size
@@ -140,6 +148,7 @@ def init_distributed_environment(
         _check_same("world_size", world_size, dist.get_world_size())
         _check_same("rank", rank, dist.get_rank())
         warn_if_unused(settings, world_store(), dist.get_rank())
+        declare_elastic(elastic)
     _create_world_group(local_rank, backend, settings, spent, joined)
 
 
@@ -160,6 +169,7 @@ def _create_world_group(
         set_world_group(group)
     except BaseException:
         set_world_group(None)
+        declare_elastic(False)
         try:
             if group is not None:
                 group.destroy()
@@ -167,24 +177,6 @@ def _create_world_group(
             if joined:
                 leave_world()
         raise
-
-
-def _check_beside_ticket(ticket: Ticket, world_size: int, rank: int, init_method: str, elastic: bool) -> None:
-    """Raise `UsageError` if an argument contradicts a ticket, or if this process is in a world already."""
-    if init_method != "env://":
-        raise UsageError(f"the {ticket} says where the ranks meet: pass no distributed_init_method beside it")
-    if elastic:
-        raise UsageError(
-            f"elastic=True needs a store that outlives every rank, and by the {ticket} rank 0 serves it"
-        )
-    for name, given, told in (("world_size", world_size, ticket.world_size), ("rank", rank, ticket.rank)):
-        if given not in (-1, told):
-            raise UsageError(f"{name}={given}, but meeting is a {ticket}")
-    if find_world_group() is not None or dist.is_initialized():
-        raise UsageError(
-            f"this process is in a world already and cannot use the {ticket}: call "
-            "destroy_distributed_environment() first"
-        )
 
 
 def _check_same(name: str, given: int, present: int) -> None:

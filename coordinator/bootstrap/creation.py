@@ -17,7 +17,7 @@ from coordinator.bootstrap.agreement.agreeing import LINGER_S, agree, declining
 from coordinator.bootstrap.agreement.views import View, Views
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
-from coordinator.bootstrap.membership import own_address, serves_store
+from coordinator.bootstrap.membership import is_served_here, own_address, serves_store
 from coordinator.bootstrap.recording import begin_record
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.world import World
@@ -85,6 +85,7 @@ def create_parts(
     store, device = world.store, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator, store),
+        "elastic": str(world.is_elastic),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
         **facts,
     }
@@ -131,6 +132,11 @@ def _prepare(
     offered: ExitStack,
 ) -> tuple[list[shared_memory.Preparation], str]:
     """Return what this rank brings to the agreement: the memory of its groups, and its address."""
+    if world.is_elastic and is_served_here(world.store):
+        raise UsageError(
+            f"elastic=True needs a store that outlives every rank, and rank {world.rank} serves the store of this "
+            "world: initialise torch.distributed with a store that another process serves, or with a FileStore"
+        )
     name_host(settings.host_id)
     begin_record(world.lasting_store, world.rank, settings)
     regions = [prepare_region(plan, host_ids, offered) for plan in plans]

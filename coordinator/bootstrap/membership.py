@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
 
 import torch.distributed as dist
 
@@ -158,3 +162,32 @@ def serves_store(store: dist.Store) -> bool:
         return routed_address(store.host, server) in {address.text for address in server}
     except (OSError, CapabilityError):  # no name or no route any more: then it is elsewhere
         return False
+
+
+def is_served_here(store: dist.Store) -> bool:
+    """Return whether this process itself serves `store` over TCP, so that it ends with this process."""
+    if not serves_store(store):
+        return False
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore | SecuredStore) and store.port in _listening_ports()
+
+
+def _listening_ports() -> Iterator[int]:
+    """Yield the ports on which this process listens: torch does not say whether a store has a server."""
+    own = set[str]()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # another thread may close one meanwhile
+            own.add(os.readlink(f"/proc/self/fd/{name}"))
+    for table in ("tcp", "tcp6"):
+        lines = list[str]()
+        with suppress(FileNotFoundError):  # a kernel without IPv6
+            lines = Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+        for fields in map(str.split, lines):
+            address, state, inode = fields[1], fields[3], fields[9]
+            if state == _LISTEN and f"socket:[{inode}]" in own:
+                yield int(address.rpartition(":")[2], 16)
+
+
+# The kernel's TCP_LISTEN, as the tables of sockets show it.
+_LISTEN: Final = "0A"

@@ -282,12 +282,6 @@ def world_processes() -> Mapping[int, ProcessIdentity]:
     return world.processes
 
 
-def may_outlive_ranks() -> bool:
-    """Return whether the current world's store is known, or said by who made it, to be outside of the ranks."""
-    # The application has made a world that is not ours, and answers for its store.
-    return is_started_elastic() or not _is_ours()
-
-
 def is_started_elastic() -> bool:
     """Return whether `init_world` created the current world with `is_elastic`."""
     return _world is not None and _world.is_elastic and _is_ours()

@@ -14,7 +14,7 @@ from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.connections import SpareConnection
 from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.methods.address import join_address
-from coordinator.bootstrap.rendezvous import is_started_elastic, may_outlive_ranks, world_processes
+from coordinator.bootstrap.rendezvous import is_started_elastic, world_processes
 from coordinator.heartbeats.watching import Heartbeats
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import ClosedError, UsageError
@@ -99,7 +99,7 @@ class World:
     @property
     def is_elastic(self) -> bool:
         """Return whether its members may change and its store is known to outlive them."""
-        return self._line is not None or (self.is_torch and is_started_elastic())
+        return self._line is not None or (self.is_torch and is_elastic_world())
 
     def line(self) -> Line:
         """Return the line of epochs in which the members of this world may change.
@@ -113,10 +113,10 @@ class World:
             raise UsageError(
                 "the members of a stateless group cannot change: destroy it and create another one"
             )
-        if not may_outlive_ranks():
+        if not is_elastic_world():
             raise UsageError(
-                "this world ends with rank 0, which serves its store: call init_distributed_environment with "
-                "elastic=True and a store outside of the ranks"
+                "the members of this world cannot change: start it by init_distributed_environment with "
+                "elastic=True, and with a store that is outside of the ranks"
             )
         # torch puts a prefix of its own before the keys of the store that it was given.
         given = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
@@ -131,8 +131,7 @@ class World:
         Raises:
             ClosedError: This process has left the world.
         """
-        may_change = self._line is not None or (self.is_torch and may_outlive_ranks())
-        return self.line().store if may_change else self.store
+        return self.line().store if self.is_elastic else self.store
 
     def first_use(self, what: str, timeout_s: float) -> int:
         """Return the epoch in which `what` was first used: this one if it is new. Asks the store; not collective.
@@ -200,6 +199,8 @@ class World:
 _spares: Final = weakref.WeakKeyDictionary[dist.ProcessGroup, SpareConnection]()
 _heartbeats: Final = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, Heartbeats]]()
 
+_declared_elastic: Final = weakref.WeakSet[dist.ProcessGroup]()
+
 
 def _spare_of(world: dist.ProcessGroup) -> SpareConnection:
     return _spares.setdefault(world, SpareConnection())
@@ -207,6 +208,20 @@ def _spare_of(world: dist.ProcessGroup) -> SpareConnection:
 
 def _nothing() -> None:
     """Do nothing, in a world that was left."""
+
+
+def is_elastic_world() -> bool:
+    """Return whether torch's current world was started as one whose members may change, by whoever initialised it."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return is_started_elastic() or (world is not None and world in _declared_elastic)
+
+
+def declare_elastic(is_elastic: bool) -> None:
+    """Say whether the members of torch's current world may change, which somebody else has initialised."""
+    world = dist.group.WORLD
+    _declared_elastic.clear()
+    if is_elastic and world is not None:
+        _declared_elastic.add(world)
 
 
 def world_of_torch() -> World:

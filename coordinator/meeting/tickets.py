@@ -90,6 +90,19 @@ def checked(ticket: object) -> Ticket:
     return ticket
 
 
+def check_beside(ticket: Ticket, world_size: int, rank: int, init_method: str, is_elastic: bool) -> None:
+    """Raise `UsageError` if an argument of `init_distributed_environment` contradicts its ticket."""
+    if init_method != "env://":
+        raise UsageError(f"the {ticket} says where the ranks meet: pass no distributed_init_method beside it")
+    if is_elastic:
+        raise UsageError(
+            f"elastic=True needs a store that outlives every rank, and by the {ticket} rank 0 serves it"
+        )
+    for name, given, told in (("world_size", world_size, ticket.world_size), ("rank", rank, ticket.rank)):
+        if given not in (-1, told):
+            raise UsageError(f"{name}={given}, but meeting is a {ticket}")
+
+
 def make_tickets(offers: Sequence[Offer], places: Sequence[tuple[int, int]]) -> list[Ticket]:
     """Return a ticket for each offer, in the order of ranks. The driver calls this; nothing is sent.
 

@@ -4,7 +4,8 @@ Ranks add up numbers in a loop. In each cycle one of them, chosen at random, is 
 create their groups again: the time from the kill to the first good sum of the last of them. Then a new process takes
 the place of the lost one, by a planned change: the time for which its commit blocks the ranks that serve, from the last
 sum of the old groups to the first one of the new groups, and the time from the kill until all ranks work again. This
-one holds the start of the new process, without its imports.
+one holds the start of the new process, without its imports. At the end of the cycle a rank chosen at random leaves as
+planned, and another new process takes its place in the same change: the time for which that blocks the ranks that stay.
 
     python -m benchmarks rebuild [--cycles 40] [--ranks 4] [--seed N] [--json FILE]
 """
@@ -39,8 +40,8 @@ LIMIT_S = 60.0
 MOST_PAUSE_S = 0.05
 # How often rank 0 looks whether a process waits to join.
 LOOK_S = 0.005
-# What rank 0 adds to the sum: nothing, or what all ranks are to do.
-GO_ON, CHANGE, END = 0.0, 1.0, 2.0
+# What rank 0 adds to the sum: nothing, or what all ranks are to do. From `LEAVE` on it says which rank leaves.
+GO_ON, JOIN, END, LEAVE = 0.0, 1.0, 2.0, 3.0
 
 Times: TypeAlias = tuple[float, float]
 
@@ -53,15 +54,24 @@ class Cycle(NamedTuple):
         rebuilt: From the kill to the first good sum of the last rank that is left.
         blocked: The most that the commit of the replacement has blocked a rank that served.
         replaced: From the kill to the first good sum of the last rank, with the new process.
+        exchanged: The most that the commit of a change by which one rank leaves and another comes has blocked one that
+            stays.
     """
 
     error: float
     rebuilt: float
     blocked: float
     replaced: float
+    exchanged: float
 
 
-NAMES = ("the last rank's error", "its first good sum", "blocked by the commit", "all ranks again")
+NAMES = (
+    "the last rank's error",
+    "its first good sum",
+    "blocked by the commit",
+    "all ranks again",
+    "blocked as one leaves",
+)
 """What the figures of a `Cycle` are called."""
 
 
@@ -83,12 +93,10 @@ def serve(rank: int, ranks: int, method: str, told: Connection, *, joins: bool) 
     while True:
         if groups.world.rank == 0 and is_asked == GO_ON and told.poll():
             is_asked = told.recv()
-        wants = is_asked
-        if is_asked == CHANGE and time.monotonic() >= look_at:
+        wants = GO_ON if is_asked != END else END
+        if is_asked not in (GO_ON, END) and time.monotonic() >= look_at:
             look_at = time.monotonic() + LOOK_S
-            wants = CHANGE if groups.pending_members() else GO_ON
-        elif is_asked == CHANGE:
-            wants = GO_ON
+            wants = is_asked if groups.pending_members(leave=leaving(is_asked)) else GO_ON
         try:
             wanted = add_up(groups, wants)
         except (PeerLostError, CommTimeoutError, GroupBrokenError):
@@ -97,13 +105,15 @@ def serve(rank: int, ranks: int, method: str, told: Connection, *, joins: bool) 
             add_up(groups, GO_ON)
             told.send((failed_at, time.monotonic()))
             continue
-        if wanted == CHANGE:
-            groups, times = replace(groups)
-            told.send(times)
-            is_asked = GO_ON
-        elif wanted == END:
+        if wanted == END:
+            groups.destroy()
             break
-    groups.destroy()
+        if wanted != GO_ON:
+            changed, times = change(groups, leaving(wanted))
+            if changed is None:
+                break
+            groups, is_asked = changed, GO_ON
+            told.send(times)
     if not joins:
         destroy_distributed_environment()
 
@@ -118,16 +128,27 @@ def add_up(groups: ParallelGroups, wants: float) -> float:
     return found[0].item()
 
 
-def replace(groups: ParallelGroups) -> tuple[ParallelGroups, Times]:
-    """Take the process in that waits; return the groups, and when the last good sums were before and behind it."""
-    plan = groups.prepare(join=1)
+def leaving(wanted: float) -> list[int]:
+    """Return the ranks that leave in the change which the ranks want."""
+    return [int(wanted - LEAVE)] if wanted >= LEAVE else []
+
+
+def change(groups: ParallelGroups, leave: Sequence[int]) -> tuple[ParallelGroups | None, Times]:
+    """Let ranks leave, and take the process in that waits.
+
+    Returns:
+        The groups, or None on a rank that leaves; and when the last good sums were before and behind the change.
+    """
+    plan = groups.prepare(join=1, leave=leave)
     # Ranks end the preparation one after the other; this is no part of what the commit costs.
     add_up(groups, GO_ON)
+    stays = groups.world.rank not in leave
     start = time.monotonic()
     committed = plan.commit()
-    if committed is None:
-        raise BenchmarkError("a rank that stays was told to leave")
-    add_up(committed, GO_ON)
+    if (committed is not None) != stays:
+        raise BenchmarkError("a rank that stays was told to leave, or one that leaves to stay")
+    if committed is not None:
+        add_up(committed, GO_ON)
     return committed, (start, time.monotonic())
 
 
@@ -177,6 +198,18 @@ class Members:
         self._pipes.pop(rank).close()
         return killed_at
 
+    def exchange(self, rank: int) -> list[Times]:
+        """Let a rank leave and a new process take its place; return what each rank tells then."""
+        self.ask(LEAVE + rank)
+        process, pipe = self._processes.pop(rank), self._pipes.pop(rank)
+        self.start(rank, joins=True)
+        try:
+            return self.told()
+        finally:
+            process.join(LIMIT_S)
+            process.kill()
+            pipe.close()
+
     def end(self) -> None:
         """Kill those that still run."""
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -185,16 +218,17 @@ class Members:
             pipe.close()
 
 
-def cycle(members: Members, victim: int) -> Cycle:
-    """Kill a rank, and replace it."""
+def cycle(members: Members, victim: int, leaver: int) -> Cycle:
+    """Kill a rank, and replace it; then let another one leave, and replace that."""
     killed_at = members.kill(victim)
     failed, good = (max(each) for each in zip(*members.told(), strict=True))
-    members.ask(CHANGE)  # the first of those that are left: the new process may come before it
+    members.ask(JOIN)  # the first of those that are left: the new process may come before it
     members.start(victim, joins=True)
     times = members.told()
     blocked = max(end - start for start, end in times)
     replaced = max(end for _, end in times)
-    return Cycle(failed - killed_at, good - killed_at, blocked, replaced - killed_at)
+    exchanged = max(end - start for start, end in members.exchange(leaver))
+    return Cycle(failed - killed_at, good - killed_at, blocked, replaced - killed_at, exchanged)
 
 
 def measure(ranks: int, cycles: int, chance: random.Random) -> list[Cycle]:
@@ -208,7 +242,7 @@ def measure(ranks: int, cycles: int, chance: random.Random) -> list[Cycle]:
             members.told()
             for _ in range(cycles):
                 time.sleep(chance.uniform(0.0, MOST_PAUSE_S))
-                found.append(cycle(members, chance.randrange(ranks)))
+                found.append(cycle(members, chance.randrange(ranks), chance.randrange(ranks)))
             members.ask(END)
         finally:
             members.end()

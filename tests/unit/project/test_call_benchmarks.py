@@ -89,6 +89,7 @@ def test_the_time_of_a_rebuild_is_measured(tmp_path: Path) -> None:
     noticed, good = times["the last rank's error"], times["its first good sum"]
     assert 0 < noticed["median_s"] < good["median_s"] < times["all ranks again"]["median_s"]
     assert 0 < times["blocked by the commit"]["median_s"] < times["all ranks again"]["median_s"]
+    assert 0 < times["blocked as one leaves"]["median_s"] <= times["blocked as one leaves"]["most_s"]
     assert good["median_s"] <= good["p99_s"] <= good["most_s"]
 
 

@@ -329,6 +329,9 @@ def status_copy(mapping: Buffer, /) -> bytes:
         ValueError: The mapping has another size.
     """
 
+def read_file(path: str, /) -> bytes:
+    """Return the content of a file. No signal handler can raise between its opening and its closing."""
+
 def keep_errno(number: int, /) -> None:
     """Let the C handler of a signal leave `errno` as it was. Raise `ValueError` if there is none with one argument."""
 

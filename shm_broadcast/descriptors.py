@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from typing import Final
 
+from shm_broadcast import _core
 from shm_broadcast.errors import CapabilityError
 
 # The process has as many descriptors as it may have, or the system has.
@@ -47,7 +48,8 @@ def read_text(path: Path) -> str:
         OSError: The file cannot be read.
     """
     try:
-        return path.read_bytes().decode(errors="replace")
+        # `open` in Python leaves the file to the garbage collector if a handler raises before `with` has it.
+        return _core.read_file(str(path)).decode(errors="replace")
     except OSError as error:
         refuse_if_full("openat", f"reads {path}", error)
         raise

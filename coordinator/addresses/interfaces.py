@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.addresses.names import Address
+from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CapabilityError, SettingsError
 
 __all__ = ["interface_address", "routed_address"]
@@ -84,7 +85,7 @@ def _ipv4_address(interface: str) -> str | None:
 def _ipv6_address(interface: str) -> str | None:
     if not _IPV6_ADDRESSES.exists():  # a kernel without IPv6
         return None
-    for row in _IPV6_ADDRESSES.read_text().splitlines():
+    for row in read_text(_IPV6_ADDRESSES).splitlines():
         digits, _, _, scope, flags, name = row.split()
         if name == interface and int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _UNUSABLE:
             return str(ipaddress.IPv6Address(bytes.fromhex(digits)))

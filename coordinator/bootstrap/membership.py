@@ -16,6 +16,7 @@ from coordinator.addresses.interfaces import interface_address, routed_address
 from coordinator.addresses.names import addresses_of, is_loopback, is_numeric, refuse_loopback
 from coordinator.host.process_groups import LOOPBACK
 from coordinator.security.store import SecuredStore
+from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CapabilityError, NativeError, UsageError
 
 
@@ -182,7 +183,7 @@ def _listening_ports() -> Iterator[int]:
     for table in ("tcp", "tcp6"):
         lines = list[str]()
         with suppress(FileNotFoundError):  # a kernel without IPv6
-            lines = Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+            lines = read_text(Path(f"/proc/self/net/{table}")).splitlines()[1:]
         for fields in map(str.split, lines):
             address, state, inode = fields[1], fields[3], fields[9]
             if state == _LISTEN and f"socket:[{inode}]" in own:

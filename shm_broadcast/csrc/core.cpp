@@ -2,6 +2,7 @@
 #include "codec/codec.hpp"
 
 int endpoint_add(PyObject* module);
+int files_add(PyObject* module);
 int ring_add(PyObject* module);
 int signals_add(PyObject* module);
 int status_add(PyObject* module);
@@ -17,7 +18,7 @@ PyMODINIT_FUNC PyInit__core() {
     PyObject* module = PyModule_Create(&core_module);
     if (module == nullptr) return nullptr;
     if (codec::add_codec(module) < 0 || ring_add(module) < 0 || endpoint_add(module) != 0 ||
-        signals_add(module) != 0 || status_add(module) != 0) {
+        files_add(module) != 0 || signals_add(module) != 0 || status_add(module) != 0) {
         Py_DECREF(module);
         return nullptr;
     }

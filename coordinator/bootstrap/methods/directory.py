@@ -36,6 +36,7 @@ import msgspec
 import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import finish_calls
+from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CommTimeoutError, UsageError
 from shm_broadcast.liveness import ProcessIdentity, process_state, this_process
 
@@ -245,7 +246,7 @@ class DirectoryRendezvous:
 
     def _follow(self) -> Path | None:
         try:
-            name = (self._directory / _POINTER).read_text()
+            name = read_text(self._directory / _POINTER)
         except OSError:
             return None
         return self._directory / name if _NAME.match(name) else None
@@ -318,7 +319,7 @@ class DirectoryRendezvous:
             pointer.rename(aside)
         except OSError:
             return
-        if aside.read_text() != generation.name:
+        if read_text(aside) != generation.name:
             # It already leads to the next generation: restore it, unless a newer one is in place.
             with contextlib.suppress(FileExistsError):
                 pointer.hardlink_to(aside)

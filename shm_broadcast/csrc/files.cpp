@@ -1,0 +1,46 @@
+// Reads a file in one call, between whose steps no signal handler of Python can raise.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <new>
+#include <string>
+
+#include "codec/codec.hpp"
+
+namespace {
+
+constexpr size_t PART_BYTES = 16 << 10;  // most files of the kernel fit
+
+// read_file(path) -> bytes
+PyObject* read_file(PyObject*, PyObject* path) {
+    PyObject* encoded = nullptr;
+    if (!PyUnicode_FSConverter(path, &encoded)) return nullptr;
+    const int descriptor = ::open(PyBytes_AsString(encoded), O_RDONLY | O_CLOEXEC);
+    Py_DECREF(encoded);
+    if (descriptor < 0) return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
+    std::string content;
+    int failure = 0;
+    try {
+        char part[PART_BYTES];
+        ssize_t count;
+        while ((count = ::read(descriptor, part, sizeof(part))) > 0 || (count < 0 && errno == EINTR)) {
+            if (count > 0) content.append(part, static_cast<size_t>(count));
+        }
+        if (count < 0) failure = errno;
+    } catch (const std::bad_alloc&) {
+        failure = ENOMEM;
+    }
+    ::close(descriptor);
+    if (failure != 0) {
+        errno = failure;
+        return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
+    }
+    return PyBytes_FromStringAndSize(content.data(), static_cast<Py_ssize_t>(content.size()));
+}
+
+PyMethodDef functions[] = {{"read_file", read_file, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+int files_add(PyObject* module) { return PyModule_AddFunctions(module, functions); }

@@ -32,6 +32,19 @@ from shm_broadcast.threads import made_aside
 _DATA, _ENDED = 1, 2
 
 
+class NestedCallError(UsageError):
+    """A call inside of another one of the same thread, named as that; who knows its own name says it.
+
+    Attributes:
+        why: What keeps the call out.
+    """
+
+    def __init__(self, where: str, why: str) -> None:
+        """Say where, and what keeps the call out."""
+        super().__init__(f"{where}: {why}")
+        self.why = why
+
+
 class RingReader(RingEnd):
     """The endpoint of one reader of a ring."""
 
@@ -68,16 +81,19 @@ class RingReader(RingEnd):
     def read(self, timeout_s: float | None = None, type_: Any = None) -> Any:
         """Wait for the next message, copy it out and return its object."""
         endpoint = self.endpoint
-        if timeout_s is None:
-            within_ns = until_ns = -1
-            endpoint.fetch()
-        else:
-            within_ns = nanoseconds(timeout_s)
-            until_ns = time.monotonic_ns() + within_ns
-            endpoint.fetch(within_ns, until_ns)
-        # A signal handler that runs here may read the message, or raise; then it stays for the next call.
-        while (value := endpoint.message) is _core.NOTHING:
-            endpoint.fetch(within_ns, until_ns)
+        try:
+            if timeout_s is None:
+                within_ns = until_ns = -1
+                endpoint.fetch()
+            else:
+                within_ns = nanoseconds(timeout_s)
+                until_ns = time.monotonic_ns() + within_ns
+                endpoint.fetch(within_ns, until_ns)
+            # A signal handler that runs here may read the message, or raise; then it stays for the next call.
+            while (value := endpoint.message) is _core.NOTHING:
+                endpoint.fetch(within_ns, until_ns)
+        except NestedCallError as error:
+            raise UsageError(f"{self._where('dequeue')}: {error.why}") from None
         if type_ is None:
             return value
         try:
@@ -94,7 +110,10 @@ class RingReader(RingEnd):
         The object is converted to `type_`, unless that is None. With `looks` this raises at once if the writer is lost.
         """
         endpoint = self.endpoint
-        endpoint.fetch_within(0, 0)
+        try:
+            endpoint.fetch_within(0, 0)
+        except NestedCallError as error:
+            raise UsageError(f"{self._where(call)}: {error.why}") from None
         value = endpoint.message
         if value is not _core.NOTHING:
             if type_ is None:
@@ -171,11 +190,15 @@ class RingReader(RingEnd):
             message comes in parts, the loan has ended, and the object is `NOTHING`.
         """
         endpoint, memory = self.endpoint, self._memory
-        self._call = "loan"
+        before, after, self._call = self._call, self.call, "loan"
         try:
             hold: object = endpoint.lend(nanoseconds(timeout_s))
+        except NestedCallError as error:
+            # The outer call goes on under its own name.
+            after = before
+            raise UsageError(f"{self._where('loan')}: {error.why}") from None
         finally:
-            self._call = self.call
+            self._call = after
         taken = 0
         try:
             window = self._whole_record(memory)
@@ -203,6 +226,9 @@ class RingReader(RingEnd):
         except _core.MappingError as error:
             self._raise_corrupt("loan", error)
         return window if flags in (RecordKind.WHOLE, RecordKind.STREAMED) else None
+
+    def _nested(self, call: str, why: str) -> UsageError:
+        return NestedCallError(self._where(call), why)
 
     def _begin_wait(self, call: str) -> None:
         self.check(call)
@@ -235,6 +261,12 @@ class RingReader(RingEnd):
     def is_ready(self) -> bool:
         """Return whether a message is there or the queue has ended. Raises an error if the writer is lost."""
         self.check("dequeue_any")
+        if self.endpoint.is_busy:
+            try:
+                # Refused where this thread is inside of a call, which would have the next message.
+                self.endpoint.fetch_within(0, 0)
+            except NestedCallError as error:
+                raise UsageError(f"{self._where('dequeue_any')}: {error.why}") from None
         if self.endpoint.has_message:
             return True
         if self._status("dequeue_any") != 0:

@@ -171,8 +171,12 @@ class RingEnd(ABC):
             why = "a message is on loan to this thread, and stays the next one until the loan ends"
             if reason != _core.LOOK_LENT:
                 why = "this thread is inside of a call on the queue already, as in a signal handler or a finalizer"
-            raise UsageError(f"{self._where(call)}: {why}")
+            raise self._nested(call, why)
         return None
+
+    def _nested(self, call: str, why: str) -> UsageError:
+        """Return the error of a call inside of `call` of the same thread; `why` says what keeps it out."""
+        return UsageError(f"{self._where(call)}: {why}")
 
     def _warn(self, call: str, waited_s: float, nbytes: int | None) -> None:
         logger.warning(

@@ -109,7 +109,7 @@ class SharedHostPlane(GatheringHostPlane):
         def land(received: object, src: int) -> torch.Tensor:
             return expect_tensor(received, moved, shape, src, self._health).view(dtype)
 
-        return self._channels.recv_any("device", "recv", tag, timeout_s, land)
+        return self._channels.recv_any("device", "recv_any", tag, timeout_s, land)
 
     def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
         """Pack every CPU tensor into the message: this is as fast as sending the tensors separately."""

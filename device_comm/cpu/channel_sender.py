@@ -183,7 +183,7 @@ class ChannelSender:
         """Send a message that fits and has nothing before it; return whether it was sent."""
         return not self._waiting and self.endpoint.write_now(message.header, message.buffers, tag)
 
-    def refuse_nested(self) -> None:
+    def refuse_nested(self, where: str) -> None:
         """Raise `UsageError` if this thread is inside of a call that writes to this rank.
 
         That call goes on only behind this one, which would wait for it.
@@ -191,7 +191,7 @@ class ChannelSender:
         own = self._own
         if own is not None and own.thread == threading.get_ident():
             raise UsageError(
-                f"this thread is inside of a call that sends to rank {self.peer} already, "
+                f"{where}: this thread is inside of a call that sends to rank {self.peer} already, "
                 "as in a signal handler or a finalizer"
             )
 

@@ -165,7 +165,7 @@ class Channels:
         senders = [self._sender(peer, name) for peer in rest]
         # All of them before anything is queued, which another thread may begin to write at once.
         for sender in senders:
-            sender.refuse_nested()
+            sender.refuse_nested(self._health.where(operation))
         sendings = [Sending(sender, message, tag) for sender in senders]
         try:
             own = [sending for sending in sendings if sending.sender.enqueue(sending)]
@@ -198,7 +198,7 @@ class Channels:
         if message is None:
             return CompletedHandle()
         operation = self._operation(plane, name, "to", [dst])
-        sender.refuse_nested()
+        sender.refuse_nested(self._health.where(operation))
         if copies and message.buffers:
             message = codec.Message(message.to_bytes(), (), message.nbytes)
         sending = Sending(sender, message, tag)

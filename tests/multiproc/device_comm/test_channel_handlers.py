@@ -62,7 +62,7 @@ def send(sender: ChannelSender, obj: Any, tag: int) -> None:
     """Send an object, waiting for room."""
     message = sender.send_now(obj, tag)
     if message is not None:
-        sender.refuse_nested()
+        sender.refuse_nested("send")
         sending = Sending(sender, message, tag)
         sender.enqueue(sending)
         writing = Writing(sender.crossing, [sending])

@@ -51,9 +51,14 @@ def build(data: dict[str, int]) -> Hooked:
     return Hooked(data["number"])
 
 
+def register() -> None:
+    """Let the codec carry a `Hooked`."""
+    codec.register_type(Hooked, encode=describe, decode=build)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
-    codec.register_type(Hooked, encode=describe, decode=build)
+    register()
 
 
 @contextmanager
@@ -101,6 +106,7 @@ class Refused:
         """Begin without any text."""
         self.call = call
         self.texts: list[str] = []
+        self.has_come = threading.Event()
         self.longest_s = 0.0
 
     def __call__(self) -> None:
@@ -113,6 +119,7 @@ class Refused:
         else:
             self.texts.append(f"returned {found!r}")
         self.longest_s = max(self.longest_s, time.monotonic() - start)
+        self.has_come.set()
 
     def check(self, name: str, why: str = INSIDE) -> None:
         """Check that the call was refused once, at once, and by its name."""
@@ -146,7 +153,7 @@ def test_a_handler_cannot_read_inside_of_a_waiting_read(
         refused = Refused(lambda: READS[inner](reader, timeout_s))
 
         def send() -> None:
-            wait_until(lambda: refused.texts, "the handler")
+            assert refused.has_come.wait(RESCUE_S)
             for number in range(3):
                 writer.enqueue(number)
 
@@ -248,7 +255,7 @@ def test_another_thread_may_read_while_one_is_inside() -> None:
         refused = Refused(reader.try_dequeue)
 
         def read_beside() -> Any:
-            wait_until(lambda: refused.texts, "the handler")
+            assert refused.has_come.wait(RESCUE_S)
             assert reader.try_dequeue() == (False, None)
             return dequeue_any([reader], RESCUE_S)
 

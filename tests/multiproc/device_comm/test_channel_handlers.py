@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import pytest
@@ -23,7 +24,7 @@ from tests.multiproc.device_comm.test_channel_opening import recv as recv_object
 from tests.multiproc.device_comm.test_channel_opening import send as send_object
 from tests.multiproc.device_comm.test_channel_strikes import opened
 from tests.queues import background
-from tests.unit.shm_broadcast.test_signal_handlers import AlarmError, Numbered, alarms
+from tests.unit.shm_broadcast.test_signal_handlers import FEW, LONG_S, MANY, AlarmError, Numbered, alarms
 from tests.waiting import wait_until
 
 TAGS = (1, 2)
@@ -103,37 +104,47 @@ def _registered() -> None:
 
 @pytest.mark.guarantee("R14")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("least", [FEW, pytest.param(MANY, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("get", [receive, receive_any])
 @pytest.mark.parametrize(("nbytes", "count"), [(10, 10_000), (300_000, 300)])
 def test_no_alarm_loses_or_repeats_a_message_of_a_channel(
-    get: Callable[[ChannelReceiver, int, list[int]], None], nbytes: int, count: int
+    get: Callable[[ChannelReceiver, int, list[int]], None], nbytes: int, count: int, least: int
 ) -> None:
-    """Messages of two tags, sent in turn and received in blocks of one tag, come once each and in order."""
+    """Messages of two tags, sent in turn and received in blocks of one tag, come once each and in order.
+
+    A thorough test goes on until a thousand exceptions of the handler have struck inside of a receive.
+    """
     sender, receiver = channel()
     seen: dict[int, list[int]] = {tag: [] for tag in TAGS}
+    total, raised = 0, 0
 
-    def send_all() -> None:
-        for number in range(count):
+    def send_all(first: int) -> None:
+        for number in range(first, first + count):
             for tag in TAGS:
                 send(sender, [Numbered(number), bytes(nbytes)], tag)
 
-    with background(send_all), alarms(0.0002) as handler:
-        handler.driver = sys._getframe().f_code
-        end = time.monotonic() + HANG_S
-        while any(len(numbers) < count for numbers in seen.values()):
-            assert time.monotonic() < end
-            try:
-                handler.is_armed = True
-                for tag in (*TAGS, *reversed(TAGS)):
-                    until = min(len(seen[tag]) + 7, count)
-                    while len(seen[tag]) < until:
-                        get(receiver, tag, seen[tag])
-                handler.is_armed = False
-            except AlarmError:
-                pass
-        raised = handler.count
-    assert all(numbers == list(range(count)) for numbers in seen.values())
-    assert raised > 5
+    end = time.monotonic() + (HANG_S if least == FEW else LONG_S)
+    while raised < least:
+        total += count
+        with background(partial(send_all, total - count)) as outcome, alarms(0.0002) as handler:
+            handler.driver = sys._getframe().f_code
+            while any(len(numbers) < total for numbers in seen.values()):
+                assert time.monotonic() < end
+                try:
+                    handler.is_armed = True
+                    for tag in (*TAGS, *reversed(TAGS)):
+                        until = min(len(seen[tag]) + 7, total)
+                        while len(seen[tag]) < until:
+                            get(receiver, tag, seen[tag])
+                    handler.is_armed = False
+                except AlarmError:
+                    pass
+            raised += handler.count
+        assert outcome == [None]
+        assert all(numbers == list(range(total)) for numbers in seen.values())
+        if least == FEW:
+            break
+    assert raised >= least
 
 
 @pytest.mark.guarantee("R15")

@@ -18,7 +18,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from shm_broadcast.descriptors import read_text, refusal
 from shm_broadcast.errors import CapabilityError, UsageError
 
 PeerState = Literal["alive", "stopped", "dead", "unknown"]
+_Key = TypeVar("_Key")
 
 # Indices into the fields of /proc/PID/stat that follow the command name, see proc_pid_stat(5). They start with field 3,
 # the state; the start time is field 22.
@@ -174,8 +175,23 @@ def open_pidfd(pid: int) -> int:
         ProcessLookupError: No process has this number.
         CapabilityError: The kernel refuses, as some containers' system call filters make it do.
     """
+    kept: dict[str, int] = {}
+    keep_pidfd(pid, kept, "pidfd")
+    return kept["pidfd"]
+
+
+def keep_pidfd(pid: int, kept: dict[_Key, int], key: _Key) -> None:
+    """Open a pidfd of a process, and keep it as `kept[key]`, where the caller finds and closes it.
+
+    Both happen inside of one native call: no signal handler runs between them, as it might behind `os.pidfd_open`. What
+    it raised there would leave a descriptor open that nobody knows.
+
+    Raises:
+        ProcessLookupError: No process has this number.
+        CapabilityError: The kernel refuses, as some containers' system call filters make it do.
+    """
     try:
-        return os.pidfd_open(pid)
+        kept.update(zip((key,), map(os.pidfd_open, (pid,)), strict=True))
     except ProcessLookupError:
         raise
     except OSError as error:
@@ -229,15 +245,17 @@ class PeerWatch:
 
     def _open(self, rank: int, peer: ProcessIdentity) -> None:
         try:
-            descriptor = open_pidfd(peer.pid)
+            keep_pidfd(peer.pid, self._descriptors, rank)
         except ProcessLookupError:
             self._lost.add(rank)
             return
-        self._descriptors[rank] = descriptor
         # The pid may have been reused before the pidfd was opened: compare the start time.
         if process_state(peer) == "dead":
             self._lost.add(rank)
-            os.close(self._descriptors.pop(rank))
+            descriptor = self._descriptors[rank]
+            # Nothing is called between: a handler finds the descriptor here and open, or neither.
+            del self._descriptors[rank]
+            os.close(descriptor)
 
     def adopt(self, rank: int, peer: ProcessIdentity, descriptor: int) -> None:
         """Watch `rank` through a pidfd that it opened on itself and sent here; works across PID namespaces.

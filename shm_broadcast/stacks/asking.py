@@ -19,7 +19,7 @@ from typing import Final, Self
 
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CapabilityError
-from shm_broadcast.liveness import ProcessIdentity, open_pidfd, process_state, this_process
+from shm_broadcast.liveness import ProcessIdentity, keep_pidfd, process_state, this_process
 from shm_broadcast.stacks.offered import HEADER_BYTES, NAME, NBYTES, handles
 from shm_broadcast.status import layout
 from shm_broadcast.status.record_file import is_page, is_page_link
@@ -154,7 +154,7 @@ class _Question:
         self._threads: list[str] = []
         try:
             self._check_state()
-            self._pidfd = open_pidfd(process.pid)
+            keep_pidfd(process.pid, vars(self), "_pidfd")
             # From here on the pidfd is this process, or its number was used again before: then the start differs.
             self._check_state()
             self._number, self._place = self._find()

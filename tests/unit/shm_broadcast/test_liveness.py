@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import pytest
 from shm_broadcast import liveness
 from shm_broadcast.errors import UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, process_state, this_process
+from tests.handlers import raising_at
 from tests.waiting import wait_until
 
 # The kernel acts at once; a busy machine may take this long.
@@ -49,6 +51,30 @@ def test_a_watch_that_nobody_keeps_closes_its_descriptors() -> None:
         begun: PeerWatch | None = PeerWatch.__new__(PeerWatch)
         begun = None
         assert begun is None
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_watch_that_is_interrupted_as_it_begins_leaves_nothing_open(*, has_ended: bool) -> None:
+    """A handler raises at every place of it: where a descriptor has been opened, and where one is closed again."""
+    with sleeper() as process:
+        own = this_process()
+        # The number is in use, by another process than the one that it names.
+        peer = own if has_ended else identity_of(process.pid)
+        other = msgspec.structs.replace(peer, pid=process.pid)
+        before = descriptors()
+        made: list[PeerWatch] = []
+        for step in count():
+            came = raising_at(
+                step,
+                lambda: made.append(PeerWatch(own, {1: other, 2: other})),
+                ("shm_broadcast/liveness.py",),
+            )
+            while made:
+                made.pop().close()
+            assert descriptors() == before, f"step {step}"
+            if not came:
+                break
+        assert step > 10
 
 
 def test_the_number_of_a_thread_is_that_of_no_process() -> None:

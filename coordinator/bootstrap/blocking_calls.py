@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from device_comm.health import SLICE_S
+from device_comm.health import EXPLAIN_S, SLICE_S
 from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
 from shm_broadcast.liveness import PeerWatch
 from shm_broadcast.threads import DaemonThread
@@ -183,7 +183,7 @@ def connect_watched(
         name: Name of the thread.
         where: Prefix of an error's text.
         watch: The peers to watch.
-        check: Called about ten times a second; an exception from it ends the wait.
+        check: Called about ten times a second, also for a while once it has failed; an exception from it ends the wait.
 
     Raises:
         PeerLostError: A peer died meanwhile; `.peers` names it.
@@ -199,7 +199,10 @@ def connect_watched(
         return run_interruptibly(action, name, check_both)
     except RuntimeError as error:
         # torch raises this when a connection is refused or its own timeout passes. A dying peer's sockets close
-        # some milliseconds before its process appears dead, so look once more before blaming torch.
-        time.sleep(SLICE_S)
-        raise_if_lost(watch, where)
+        # some milliseconds before its process appears dead, so look for a while before blaming torch. One that was
+        # interrupted lives on: it has said so before it closed them.
+        until = time.monotonic() + EXPLAIN_S
+        while time.monotonic() < until:
+            time.sleep(SLICE_S)
+            check_both()
         raise torch_error(f"{where}: {error}{clone_hint(watch, watch.peers)}", "new_group") from error

@@ -2,12 +2,15 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
 
+from coordinator.bootstrap.blocking_calls import connect_watched
 from coordinator.bootstrap.group_connections import open_connections
-from shm_broadcast.errors import CommTimeoutError, NativeError
+from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
+from shm_broadcast.liveness import PeerWatch, this_process
 
 PROMPT_S = 20.0
 
@@ -109,3 +112,23 @@ def test_a_failure_of_another_rank_ends_the_opening() -> None:
     assert isinstance(found[0], NativeError)
     assert "rank 5 has failed" in str(found[0])
     assert found[1] == {}
+
+
+@pytest.mark.guarantee("G37")
+def test_who_was_interrupted_is_named_though_torch_sees_the_closed_connection_first() -> None:
+    """The rank lives on, so that nothing but its failure record tells of it, which comes some looks later."""
+    looks = list[int]()
+
+    def connect() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) > 3:
+            raise PeerLostError("interrupted: rank 1", peers=(1,))
+
+    with closing(PeerWatch(this_process(), {})) as watch:
+        with pytest.raises(PeerLostError, match="interrupted: rank 1"):
+            connect_watched(connect, "connect", "connect", watch, check)
+        with pytest.raises(NativeError, match="Connection closed by peer"):
+            connect_watched(connect, "connect", "connect", watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import math
 import threading
 import time
@@ -22,51 +23,58 @@ _LOOK_S: Final = 0.1
 _AGAIN_S: Final = 0.02
 
 
-class _Beginning:
-    """Tells `Thread.start` that the thread has begun, in the place of a `threading.Event`.
-
-    An event lets go of a lock before the `try` that takes it back: an error of the lock replaces what a signal handler
-    raises in between. And a handler that raises before its `with` block leaves the lock taken, on which the new thread
-    then waits for ever.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waits = threading.Lock()
-        self._waits.acquire()
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        self._is_set = True
-        self._waits.release()
-
-    def wait(self) -> None:
-        while not self._is_set:
-            if self._waits.acquire(timeout=_LOOK_S):
-                self._waits.release()
-
-    def _at_fork_reinit(self) -> None:
-        """Do nothing: in a forked child nobody waits for a thread to begin."""
-
-
 class DaemonThread(threading.Thread):
     """A daemon thread that can be started and joined beside signal handlers that raise.
 
     Before Python 3.13 `Thread.join` takes a thread that still runs for ended when a handler raises in it: it finds the
     lock held by which the thread's end is told, and takes that for its own. If the thread ends just then, a
-    `RuntimeError` replaces what the handler raised.
+    `RuntimeError` replaces what the handler raised. And `Thread.start` takes an `Exception` that a handler raises in it
+    for a refusal of the kernel: it strikes a thread that has begun off Python's list, so that this one ends with a
+    `KeyError` before it has called its target.
     """
 
     def __init__(self, target: Callable[..., object], name: str, args: Iterable[Any] = ()) -> None:
         """Start nothing yet."""
         super().__init__(target=target, name=name, args=args, daemon=True)
-        self._started = _Beginning()
         self._forks = fork_count()
         self._has_ended = False
         self._runs = threading.Lock()
         self._runs.acquire()
+
+    def start(self) -> None:
+        """Start the thread, and wait until it has begun. What a handler raises meanwhile does not stop it.
+
+        Only the main thread runs signal handlers, so there a thread without any state of Python's calls `Thread.start`.
+
+        Raises:
+            RuntimeError: This process can have no further thread, or the thread was started before.
+        """
+        if threading.get_ident() != threading.main_thread().ident:
+            super().start()
+            return
+        ended: list[BaseException | None] = []
+        over = threading.Lock()
+        over.acquire()
+
+        def start(starts: Callable[[], None]) -> None:
+            error: BaseException | None = None
+            try:
+                starts()
+            except BaseException as refusal:  # noqa: BLE001 - raised below
+                error = refusal
+            ended.append(error)
+            over.release()
+
+        _thread.start_new_thread(start, (super().start,))
+        # In a child that a handler has forked meanwhile nobody starts it.
+        while not ended and self._forks == fork_count():
+            if over.acquire(timeout=_LOOK_S):
+                over.release()
+        if ended and ended[0] is not None:
+            try:
+                raise ended[0]
+            finally:
+                ended.clear()  # its traceback holds this frame
 
     def run(self) -> None:
         """Run the target, and tell that it has ended."""

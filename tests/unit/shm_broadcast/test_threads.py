@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import count
 
 import pytest
@@ -39,6 +40,40 @@ def test_a_start_that_is_interrupted_at_any_place_leaves_no_thread() -> None:
         if not came:
             break
     assert step > 5
+
+
+@pytest.mark.guarantee("R14")
+def test_an_error_of_a_handler_in_a_start_lets_the_thread_run(strike: Callable[[float], None]) -> None:
+    """Python's own `start` takes an `Exception` that comes in it for a failure, and the thread then does not run."""
+
+    def handler(*_: object) -> None:
+        raise ValueError("of a handler")
+
+    signal.signal(signal.SIGALRM, handler)
+    struck = 0
+    for number in range(3000):
+        ran: list[int] = []
+        thread = DaemonThread(partial(ran.append, number), "test")
+        try:
+            strike(1e-6 * (1 + number % 200))
+            thread.start()
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        except ValueError as error:
+            assert str(error) == "of a handler"  # noqa: PT017 - it may come or not
+            struck += 1
+        if thread.ident is not None:
+            thread.join(5.0)
+            assert ran == [number]
+    assert struck > 100
+
+
+def test_a_thread_that_cannot_be_started_says_so() -> None:
+    """The caller gets the error of Python, here of a thread that was started before."""
+    thread = DaemonThread(lambda: None, "test")
+    thread.start()
+    thread.join()
+    with pytest.raises(RuntimeError, match="once"):
+        thread.start()
 
 
 def test_a_thread_whose_join_was_interrupted_is_alive_and_joined_again(

@@ -8,7 +8,7 @@ from itertools import count
 from types import FrameType
 from typing import Any
 
-__all__ = ["PLACES", "Interrupt", "alarm", "handling_at", "raising_at", "raising_twice_at"]
+__all__ = ["PLACES", "Interrupt", "alarm", "handling_at", "is_swallowing", "raising_at", "raising_twice_at"]
 
 
 class Interrupt(BaseException):
@@ -26,6 +26,16 @@ PLACES = (
     ),
 )
 """The files of remote readers, in which a handler runs unless a test names others."""
+
+
+def is_swallowing(frame: FrameType | None) -> bool:
+    """Return whether Python lets no exception out of what runs: a finalizer, or a callback of a weak reference."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code.co_filename.endswith(("/weakref.py", "/_weakrefset.py")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 
 from coordinator import ParallelGroups
 from tests.harness import RankPool, run_ranks
+from tests.leaks import GRACE_S
 from tests.queues import segments_of
 from tests.worlds import meet, new_group, outcome_of, small, world
 
@@ -29,13 +30,28 @@ def rss_bytes() -> int:
 
 
 def held() -> list[int]:
-    """Return the numbers of descriptors and threads once they settle, some milliseconds after closing."""
+    """Return the numbers of descriptors, of Python's threads, and of all threads, also native ones, once they settle.
+
+    That is some milliseconds after closing: five counts in a row are equal.
+    """
     counts: list[list[int]] = []
     while len(counts) < 5 or counts[-5:] != counts[-1:] * 5:
         gc.collect()
-        counts.append([len(os.listdir("/proc/self/fd")), threading.active_count()])
-        time.sleep(0.05)  # until five counts in a row are equal
+        tasks = len(os.listdir("/proc/self/task"))
+        counts.append([len(os.listdir("/proc/self/fd")), threading.active_count(), tasks])
+        time.sleep(0.05)
     return counts[-1]
+
+
+def held_again(before: list[int]) -> list[int]:
+    """Return `held` once it is as before, or what it still is when threads have had their time to go.
+
+    Python's `join` returns a moment before the kernel takes a thread off its list.
+    """
+    deadline = time.monotonic() + GRACE_S
+    while (now := held()) != before and time.monotonic() < deadline:
+        pass
+    return now
 
 
 def use(group: Any) -> None:
@@ -61,7 +77,7 @@ def growth(cycle: Callable[[int], None], cycles: int = CYCLES, warm_up: int = WA
     before, rss = held(), rss_bytes()
     for number in range(warm_up, warm_up + cycles):
         cycle(number)
-    return {"before": before, "after": held(), "rss": rss_bytes() - rss}
+    return {"before": before, "after": held_again(before), "rss": rss_bytes() - rss}
 
 
 def worlds_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, Any]:

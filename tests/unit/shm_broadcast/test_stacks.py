@@ -31,6 +31,19 @@ def asked(pid: int, **changed: object) -> str:
     return text
 
 
+class WaitingClock:
+    """Stands in for the module `time`: its time passes only in `sleep`, which returns at once."""
+
+    def __init__(self) -> None:
+        self._passed_s = 0.0
+
+    def monotonic(self) -> float:
+        return self._passed_s
+
+    def sleep(self, seconds: float) -> None:
+        self._passed_s += seconds
+
+
 @pytest.mark.guarantee("S12")
 @pytest.mark.parametrize("where", HANGS)
 def test_the_text_names_the_function_that_hangs(where: str) -> None:
@@ -180,6 +193,18 @@ def test_who_blocks_the_signal_is_given_up_in_time() -> None:
         start = time.monotonic()
         assert f"did not answer within {WITHIN_S} s" in asked(process.pid)
         assert time.monotonic() - start >= WITHIN_S
+
+
+@pytest.mark.guarantee("S14")
+def test_nobody_is_waited_for_longer_than_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that runs only while it waits, so that a busy machine cannot add to the time: 0.5 s and one look."""
+    clock = WaitingClock()
+    monkeypatch.setattr(asking, "time", clock)
+    blocks = f"signal.pthread_sigmask(signal.SIG_BLOCK, [{DEFAULT_SIGNAL}])\n"
+    with hanging(blocks + HANGS["sleep"]) as process:
+        text = ask({7: identity_of(process.pid)})[7]
+    assert "did not answer within 0.5 s" in text
+    assert 0.5 <= clock.monotonic() <= 0.5 + asking._LOOK_S * 1.01
 
 
 @pytest.mark.guarantee("S15")

@@ -1,4 +1,4 @@
-"""A reader of the status page never takes a record that mixes two writes for a whole one.
+"""A reader of the status page never takes a record that mixes two writes for a whole one, or a new page for a made one.
 
 The thread sanitizer does not know fences, so a model of relaxed memory shows that each end of the edges is needed. It
 is the model of PTX, whose acquire and release patterns with fences are those of C++ (ISO C++20, [atomics.fences]), and
@@ -46,7 +46,19 @@ ENDS = {
         "page.hpp",
         r"sizeof\(CallRecord\)\);\n.*\n\s*std::atomic_thread_fence\(std::memory_order_(\w+)\)",
     ),
+    # Behind this store nothing is written, and before this load nothing is copied.
+    "the store of the magic number": (
+        "status.cpp",
+        r"__atomic_store_n\(&header\.magic, kMagic, __ATOMIC_(RELEASE|RELAXED)\);\n\s*PyBuffer_Release",
+    ),
+    "the look at the magic number": (
+        "page.hpp",
+        r"copy_page\(.*\n.*\n.*<const uint64_t\*>\(from\), __ATOMIC_(ACQUIRE|RELAXED)\);\n\s*copy_words",
+    ),
 }
+
+# Before, during and behind a write: the sequence number of a record, and the commit of a place in the ring of calls.
+SEQUENCE, COMMIT = (0, 1, 2), (1, 0, 4097)
 
 
 def order_of(end: str) -> str:
@@ -57,7 +69,7 @@ def order_of(end: str) -> str:
     return str(found[0]).lower()
 
 
-def mixes(missing: str = "", numbers: tuple[int, int, int] = (0, 1, 2)) -> bool:
+def mixes(missing: str, numbers: tuple[int, int, int]) -> bool:
     """Return whether a copy can look whole and hold words of two writes, if one of the four ends is relaxed.
 
     The record is written once, while it is copied; `numbers` are those before, during and behind the write.
@@ -88,20 +100,43 @@ def mixes(missing: str = "", numbers: tuple[int, int, int] = (0, 1, 2)) -> bool:
     return any(is_allowed(program, outcome) for outcome in wrong)
 
 
+def finds_no_header(missing: str = "") -> bool:
+    """Return whether a reader can find the magic number without the header, if one of the two ends is relaxed."""
+    writer = ["st.relaxed.sys h 1", f"st.{'relaxed' if missing == 'store' else 'release'}.sys m 1"]
+    reader = [f"ld.{'relaxed' if missing == 'look' else 'acquire'}.sys found m", "ld.relaxed.sys copied h"]
+    program = Program([Thread(0, i, steps) for i, steps in enumerate((writer, reader))])
+    assert is_allowed(program, {"found": 1, "copied": 1})
+    return is_allowed(program, {"found": 1, "copied": 0})
+
+
+@pytest.mark.guarantee("S2")
+@pytest.mark.parametrize("end", ENDS)
+def test_the_sources_have_the_orders_of_the_model(end: str) -> None:
+    """What readers do is an acquire, what the owner does a release."""
+    assert order_of(end) == ("acquire" if "look" in end else "release")
+
+
 @pytest.mark.guarantee("S2")
 def test_a_copy_that_looks_whole_is_whole() -> None:
-    """With the orders that the sources have no execution mixes two writes, in a record and in the ring of calls."""
-    for end in ENDS:
-        assert order_of(end) == ("acquire" if "look" in end else "release"), end
-    assert not mixes()
-    assert not mixes(numbers=(1, 0, 4097))
+    """With the orders of the sources no execution mixes two writes, in a record and in the ring of calls."""
+    assert not mixes("", SEQUENCE)
+    assert not mixes("", COMMIT)
 
 
 @pytest.mark.guarantee("S2")
+@pytest.mark.parametrize("numbers", [SEQUENCE, COMMIT], ids=["a record", "the ring of calls"])
 @pytest.mark.parametrize("missing", ["writer's fence", "store", "look", "reader's fence"])
-def test_each_end_of_the_lock_is_needed(missing: str) -> None:
+def test_each_end_of_the_lock_is_needed(missing: str, numbers: tuple[int, int, int]) -> None:
     """Without it an execution mixes two writes."""
-    assert mixes(missing)
+    assert mixes(missing, numbers)
+
+
+@pytest.mark.guarantee("S2")
+def test_who_finds_a_page_finds_its_header() -> None:
+    """The magic number is the last word of a new page, and the first that is read; both ends are needed."""
+    assert not finds_no_header()
+    assert finds_no_header("store")
+    assert finds_no_header("look")
 
 
 @pytest.mark.guarantee("S2")

@@ -16,6 +16,7 @@ from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import GroupState, LaneState, Outcome
 from shm_broadcast.status.page import OwnPage, own_page
 from shm_broadcast.status.shown_calls import ShownCalls
+from tests.waiting import wait_until
 
 SECRET = "the-user's-secret"
 
@@ -216,13 +217,15 @@ def test_the_clock_of_the_page_agrees_with_the_kernels(page: OwnPage) -> None:
 def test_a_message_of_a_queue_and_an_idle_page_write_nothing() -> None:
     """No byte of the page changes by messages, and the page has no thread that could write it."""
     page = own_page()
+    threads = set(os.listdir("/proc/self/task"))
     with (
         QueueWriter.create("steps", [0]) as writer,
         QueueReader.open(writer.handle, writer.key, 0, 10.0) as reader,
     ):
         writer.enqueue("ready")
         assert reader.dequeue() == "ready"
-        threads = set(os.listdir("/proc/self/task"))
+        # The thread that hands the memory over ends with the last reader that has it.
+        wait_until(lambda: set(os.listdir("/proc/self/task")) == threads, "the end of the handover")
         before = _core.status_copy(page.segment.memory)
         for number in range(100):
             writer.enqueue({"step": number})

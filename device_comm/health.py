@@ -316,7 +316,7 @@ class GroupHealth:
             NativeError: The transport failed although every process is alive; the group is broken.
         """
         try:
-            self.shown.wait(operation, work.pending(), lambda: self._wait(operation, work, timeout_s))
+            self.shown.wait(operation, work, timeout_s, self._wait)
         except BaseException as error:
             explained = self._explained(operation, error, work.pending)
             if explained is None:

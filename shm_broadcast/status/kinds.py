@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 __all__ = ["ALGORITHMS", "KINDS", "OTHER", "REFUSED", "kind_of"]
@@ -38,6 +39,7 @@ OTHER: Final = 63
 _NUMBERS: Final = {name: number for number, name in enumerate(KINDS)}
 
 
+@cache
 def kind_of(name: str) -> int:
     """Return the kind of the call `name`, whose first word counts: "send to rank 3" is a send."""
     return _NUMBERS.get(name.partition(" ")[0].removesuffix("_"), OTHER)

@@ -14,8 +14,6 @@ from shm_broadcast.status.page import GroupStatus, own_page
 
 __all__ = ["WAITS", "ShownCalls", "StatusLane"]
 
-Result = TypeVar("Result")
-
 WAITS: Final = " waits"
 """How the name of the plane of a lane of waits ends; a call that waits there is shown in the lane of its plane too."""
 
@@ -29,6 +27,14 @@ class _Call(Protocol):
     def name(self) -> str: ...
     @property
     def number(self) -> int: ...
+
+
+class _Work(Protocol):
+    def pending(self) -> Sequence[int] | None: ...
+
+
+Call = TypeVar("Call", bound=_Call)
+Work = TypeVar("Work", bound=_Work)
 
 
 def _epoch_of(name: str) -> int:
@@ -48,6 +54,7 @@ class ShownCalls:
         """Show the group `name`, in which this process has place `place` of the global `ranks`."""
         self.status: GroupStatus = own_page().group(name, place, ranks, _epoch_of(name))
         self._ranks, self._place = tuple(ranks), place
+        self._places = {rank: at for at, rank in enumerate(self._ranks)}
         # For the collectives of a plane, one at a time.
         self._lanes: dict[str, StatusLane] = {}
         self._algorithms: dict[str, str] = {}
@@ -80,32 +87,45 @@ class ShownCalls:
         """
         return self.status.lane(plane, algorithm)
 
-    def wait(self, call: _Call, pending: Sequence[int] | None, wait: Callable[[], Result]) -> Result:
-        """Return `wait()`, and show meanwhile that this rank waits for the global ranks `pending`.
+    def wait(
+        self,
+        call: Call,
+        work: Work,
+        timeout_s: float | None,
+        wait: Callable[[Call, Work, float | None], None],
+    ) -> None:
+        """Call `wait(call, work, timeout_s)`, and show meanwhile that this rank waits for the ranks `work.pending()`.
 
         A collective has the lane of its plane. A call between two ranks is shown only if it waits, and so is a wait
         for calls that are queued on a device. What has come is not lost if a signal handler raises behind the wait:
         whoever waits keeps it.
         """
-        if call.number and call.plane in self._native:
-            return wait()
-        lane = self._lanes.get(call.plane) if call.number else None
+        plane, number = call.plane, call.number
+        lane = None
+        if number:
+            if plane in self._native:
+                wait(call, work, timeout_s)
+                return
+            lane = self._lanes.get(plane)
         if lane is not None:
             try:
                 lane.set_state(ASLEEP)
-                return wait()
+                wait(call, work, timeout_s)
             finally:
                 lane.set_state(COMPUTING)
-        idle = self._idle.setdefault(call.plane, [])
-        lane = idle.pop() if idle else self.status.lane(f"{call.plane}{WAITS}", _WAITING)
-        peer = self._ranks.index(pending[0]) if pending and pending[0] in self._ranks else NOBODY
+            return
+        pending = work.pending()
+        idle = self._idle.get(plane)
+        if idle is None:
+            idle = self._idle.setdefault(plane, [])
+        lane = idle.pop() if idle else self.status.lane(f"{plane}{WAITS}", _WAITING)
+        peer = self._places.get(pending[0], NOBODY) if pending else NOBODY
         outcome = FAILED
         try:
-            lane.begin(kind_of(call.name), call.number, 0, peer)
+            lane.begin(kind_of(call.name), number, 0, peer)
             lane.set_state(ASLEEP)
-            result = wait()
+            wait(call, work, timeout_s)
             outcome = DONE
-            return result
         finally:
             lane.end(outcome)
             idle.append(lane)

@@ -48,8 +48,9 @@ demo: $(STAMP) ## Run a tensor- and pipeline-parallel LLM over our groups in fou
 demo-elastic: $(STAMP) ## Kill a worker of that LLM in the middle of its answers, go on, and take new ones in (DEMO_ARGS=…)
 	@$(PY) -m examples.tiny_llm.elastic $(DEMO_ARGS)
 
-bench: $(STAMP) ## Measure everything against torch.distributed, in under five minutes (BENCH_OUT=DIR, BENCH_ARGS=…)
+bench: $(STAMP) ## Measure everything against torch.distributed and what the status page costs, in under five minutes (BENCH_OUT=DIR, BENCH_ARGS=…)
 	@$(PY) -m benchmarks run --out $(BENCH_OUT) $(BENCH_ARGS)
+	@$(PY) -m benchmarks status-calls --rounds 21 --json $(BENCH_OUT)/status_calls.json
 
 check: $(STAMP) ## Check formatting, lint, types and import contracts
 	$(PY) -m ruff format --check .

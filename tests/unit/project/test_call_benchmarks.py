@@ -1,4 +1,4 @@
-"""The benchmarks of calls on CUDA without a device run with few calls, and print and write a row for each form."""
+"""The benchmarks of single calls run with few of them, print and write a row for each form, and know their gate."""
 
 import json
 import platform
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.status_calls import MOST_PERCENT, misses
 from tests.probes import requires
 
 ROOT = Path(__file__).parents[3]
@@ -30,9 +31,9 @@ ROWS = {
 }
 
 
-def printed_by(*arguments: str) -> str:
-    """Run a benchmark; return what it prints."""
-    done = subprocess.run(
+def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark to its end."""
+    return subprocess.run(
         [sys.executable, "-m", "benchmarks", *arguments],
         cwd=ROOT,
         capture_output=True,
@@ -40,6 +41,11 @@ def printed_by(*arguments: str) -> str:
         timeout=120,
         check=False,
     )
+
+
+def printed_by(*arguments: str) -> str:
+    """Run a benchmark; return what it prints."""
+    done = ran(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -68,15 +74,39 @@ def test_a_benchmark_of_calls_prints_its_rows(name: str, tmp_path: Path) -> None
 def test_the_cost_of_showing_calls_is_measured_in_turn(tmp_path: Path) -> None:
     """Each call has its time with and without the status page, and the difference is in the file too."""
     file = tmp_path / "status.json"
-    printed = printed_by("status-calls", "--rounds", "3", "--calls", "5", "--json", str(file))
+    few = ("status-calls", "--rounds", "3", "--calls", "5")
+    # So few calls tell nothing of the gate: no difference exceeds this one, and each the one below.
+    printed = printed_by(*few, "--most-percent", "1e9", "--json", str(file))
     found = {
         name.strip()
         for name in re.findall(r"^(.+?) +shown +[\d.]+ +hidden +[\d.]+ +difference", printed, re.MULTILINE)
     }
     assert found == {"all_reduce of 1 KB", "all_reduce of 1 KB into an output", "barrier"}
     written = json.loads(file.read_text())["calls"]
-    assert set(written) == found | {"a collective that Python shows", "a message of a queue and back"}
+    assert set(written) == found | {
+        "showing a call over a process group",
+        "showing a call of NCCL",
+        "showing a wait in a channel",
+        "a message of a queue and back",
+    }
     assert all(isinstance(written[name]["difference_ns"], float) for name in found)
+    missed = ran(*few, "--most-percent=-1e9")
+    assert missed.returncode == 1
+    assert "all_reduce of 1 KB: " in missed.stderr
+
+
+def test_the_status_page_may_take_three_percent_of_a_small_all_reduce() -> None:
+    """The other calls have no gate, and `make bench` ends with it."""
+    barrier = {"shown_ns": 2000.0, "hidden_ns": 1000.0, "difference_ns": 1000.0}
+    for difference, said in ((30.0, ""), (31.0, "all_reduce of 1 KB: 3.1 % slower")):
+        gated = {"shown_ns": 1030.0, "hidden_ns": 1000.0, "difference_ns": difference}
+        missed = misses({"all_reduce of 1 KB": gated, "barrier": barrier}, MOST_PERCENT)
+        assert missed.startswith(said)
+        assert bool(missed) == bool(said)
+    commands = subprocess.run(
+        ["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "benchmarks status-calls" in commands.splitlines()[-1]
 
 
 @pytest.mark.thorough

@@ -1,7 +1,6 @@
 """Groups that are created again on the ranks that are left."""
 
 import dataclasses
-import itertools
 import os
 import signal
 from collections.abc import Collection, Sequence
@@ -12,10 +11,8 @@ import pytest
 import torch
 
 from coordinator.diagnosis.decoding import decode_page
-from coordinator.elastic.driver import Driver
 from coordinator.elastic.joining import join_distributed_environment
 from coordinator.elastic.layouts import LayoutRule, Placement
-from coordinator.elastic.protocol import Operation, Pause
 from coordinator.errors import (
     ClosedError,
     CommError,
@@ -265,66 +262,6 @@ def test_a_world_that_ends_with_rank_0_is_refused() -> None:
     run_ranks(without_elastic, 2)
     with pytest.raises(UsageError, match="outlives every rank"):
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", backend="gloo", elastic=True)
-
-
-def dies_in_the_agreement(rank: int, world_size: int, directory: Path, victim: int, step: int) -> list[Any]:
-    groups = elastic_groups(rank, world_size, directory)
-    use(groups)
-    if rank == world_size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert failing(groups) is PeerLostError
-    steps = itertools.count()
-    do = Driver._do
-
-    def do_or_die(driver: Driver, wants: Operation) -> Any:
-        # A pause is no step: how often a rank pauses is by chance.
-        if rank == victim and not isinstance(wants, Pause) and next(steps) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return do(driver, wants)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Driver, "_do", do_or_die)
-        groups = groups.rebuild(timeout_s=TIMEOUT_S)
-    if rank == victim:
-        # It had fewer steps: a decision was there before it asked.
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        sums = use(groups)
-    except PeerLostError:
-        groups = groups.rebuild(timeout_s=TIMEOUT_S)
-        sums = use(groups)
-    change = groups.change
-    assert change is not None
-    end(groups)
-    return [change.epoch, groups.world.rank, groups.world.world_size, *sums]
-
-
-STEPS = 13
-"""A member has as many in an attempt in which nobody fails, or a few more; see `protocol.py`."""
-
-
-def check_death_in_the_agreement(victim: int, step: int) -> None:
-    """Kill `victim` of three ranks that are left of four before it does `step`; the other two go on together."""
-    found = run_ranks(dies_in_the_agreement, 4, victim, step, expect_dead=[victim, 3])
-    left = [each for each in found if each is not None]
-    assert [each[1:] for each in left] == [[0, 2, 1.0, 0.0, 1.0], [1, 2, 1.0, 1.0, 1.0]]
-    assert left[0][0] == left[1][0], "the epoch"
-
-
-@pytest.mark.guarantee("E5")
-@pytest.mark.parametrize(("victim", "step"), [(0, 2), (1, 5), (2, 7), (0, 9), (1, 11)])
-def test_a_rank_that_dies_in_the_agreement_is_left_out_too(victim: int, step: int) -> None:
-    """The others complete the attempt without it, or the next one."""
-    check_death_in_the_agreement(victim, step)
-
-
-@pytest.mark.thorough
-@pytest.mark.guarantee("E5")
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_rank_can_die_at_each_step_of_the_agreement(victim: int) -> None:
-    """Whichever rank, and before whichever of its steps."""
-    for step in range(STEPS):
-        check_death_in_the_agreement(victim, step)
 
 
 def one_is_elastic(rank: int, world_size: int, directory: Path) -> str:

@@ -30,7 +30,10 @@ from coordinator.elastic.protocol import (
     Tell,
 )
 
-__all__ = ["Gone", "Limits", "Result", "explore"]
+__all__ = ["REFUSAL", "Gone", "Limits", "Result", "explore"]
+
+REFUSAL: Final = "it has no place for them"
+"""Why a rank cannot go on with what was chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Limits:
         rebuilders: Members that call `rebuild` while the others plan a change; these do so once that has failed.
         forgets: Whether interrupted members forget what they have built: a seeded bug.
         failing: Ranks that cannot create their groups, for reasons of their own.
+        refusing: Ranks that cannot go on with what was chosen, and say so before anything has changed.
         strays: Members that call `rebuild` where they should commit what is prepared.
         members: How many there are; `explore` fills it in.
     """
@@ -61,6 +65,7 @@ class Limits:
     is_planned: bool = False
     rebuilders: tuple[int, ...] = ()
     failing: tuple[int, ...] = ()
+    refusing: tuple[int, ...] = ()
     forgets: bool = False
     strays: tuple[int, ...] = ()
     members: int = 0
@@ -73,10 +78,12 @@ class Result:
     Attributes:
         states: How many states there are.
         ends: How often all ranks have ended in each way.
+        reasons: Why ranks were refused.
     """
 
     states: int = 0
     ends: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
+    reasons: set[str] = dataclasses.field(default_factory=set)
 
 
 # Local variables that are not used any more where a generator rests: they would only tell equal states apart.
@@ -118,8 +125,9 @@ class _Place:
 class _Program:
     """The program of one rank as a graph of places. A generator cannot be copied: each edge is replayed, once."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], refusal: str = "") -> None:
         self._make = make
+        self._refusal = refusal
         self._places: dict[str, _Place] = {}
         self._edges: dict[tuple[int, Any], _Place] = {}
         self.start = self._place(())
@@ -135,9 +143,9 @@ class _Program:
     def _place(self, told: tuple[Any, ...]) -> _Place:
         generator = self._make()
         try:
-            wants = _next(generator, None)
+            wants = _next(generator, None, self._refusal)
             for answer in told:
-                wants = _next(generator, answer)
+                wants = _next(generator, answer, self._refusal)
         except StopIteration as stop:
             return self._places.setdefault(repr(stop.value), _Place(told, None, stop.value))
         parts, inner, is_planned = [repr(wants)], generator, None
@@ -171,11 +179,14 @@ class _Serve(NamedTuple):
     number: int
 
 
-def _next(generator: Any, answer: Any) -> Any:
-    """Tell the generator `answer`, and do what concerns its rank alone; return what it wants next."""
+def _next(generator: Any, answer: Any, refusal: str) -> Any:
+    """Tell the generator `answer`, and do what concerns its rank alone; return what it wants next.
+
+    It judges what was chosen with `refusal`.
+    """
     wants = generator.throw(_StruckError()) if answer == _STRUCK else generator.send(answer)
     while isinstance(wants, (TearDown, Discard, Judge)):
-        wants = generator.send("" if isinstance(wants, Judge) else None)
+        wants = generator.send(refusal if isinstance(wants, Judge) else None)
     return wants
 
 
@@ -225,16 +236,17 @@ def explore(members: int, limits: Limits) -> Result:
 
     Raises:
         AssertionError: Two ranks have different members for one epoch, a rank is complete though another member has not
-            built its groups, ranks wait for each other for ever, or one that joins says that nobody has invited it
-            though it has taken part.
+            built its groups, one is past what it does before it builds though another one refuses, ranks wait for each
+            other for ever, or one that joins says that nobody has invited it though it has taken part.
     """
     limits = dataclasses.replace(limits, members=members)
     everybody = tuple(range(members))
-    programs = [_Program(partial(protocol.agree_on_members, me, 0, everybody)) for me in everybody]
+    make: Callable[[int], Any] = lambda me: protocol.agree_on_members(me, 0, everybody)  # noqa: E731 - one of three
     if limits.is_planned:
-        programs = [_Program(partial(_planned, me, everybody, limits)) for me in everybody]
+        make = partial(_planned, members=everybody, limits=limits)
     elif limits.strikes:
-        programs = [_Program(partial(_serving, me, everybody, limits)) for me in everybody]
+        make = partial(_serving, everybody=everybody, limits=limits)
+    programs = [_Program(partial(make, me), REFUSAL if me in limits.refusing else "") for me in everybody]
     programs += [_Program(partial(_joining, members + each)) for each in range(limits.joiners)]
     places = tuple(program.start for program in programs)
     start = _State((), places, frozenset(), frozenset(), limits.give_ups, frozenset(), limits.strikes)
@@ -246,7 +258,7 @@ def explore(members: int, limits: Limits) -> Result:
             continue
         seen.add(key)
         result.states += 1
-        _check(state, members)
+        _check(state, limits)
         following = list(_following(state, programs, limits))
         if not following:
             _check_over(state)
@@ -255,6 +267,9 @@ def explore(members: int, limits: Limits) -> Result:
                 for me, place in enumerate(state.places)
             )
             result.ends[end] = result.ends.get(end, 0) + 1
+            result.reasons.update(
+                place.end.reason for place in state.places if isinstance(place.end, protocol.Refused)
+            )
         stack += following
     return result
 
@@ -432,14 +447,18 @@ def _sorted(store: dict[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(store.items()))
 
 
-def _check(state: _State, members: int) -> None:
+def _check(state: _State, limits: Limits) -> None:
+    if set(limits.refusing) - state.crashed:
+        # What was torn down would be torn down already: a rank does that together with the step before `Build`.
+        building = [me for me, place in enumerate(state.places) if isinstance(place.wants, Build)]
+        assert not building, f"ranks {building} build though {limits.refusing} refuse"
     if all(place.end is None for place in state.places):
         return
     store = dict(state.store)
     memberships: dict[int, set[tuple[int, ...]]] = {}
     for me, place in enumerate(state.places):
         end = place.end
-        if isinstance(end, protocol.Late) and me >= members:
+        if isinstance(end, protocol.Late) and me >= limits.members:
             assert end == protocol.Late(0, ()), (
                 f"rank {me} has taken part in attempt {end.number}, and ends with {end}"
             )

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.elastic import protocol
 from coordinator.errors import InternalError
-from tests.unit.coordinator.elastic.model_check import Limits, explore
+from tests.unit.coordinator.elastic.model_check import REFUSAL, Limits, explore
 
 
 @pytest.mark.guarantee("E1")
@@ -34,6 +34,33 @@ def test_ranks_that_give_up_waiting_too_early_agree_all_the_same() -> None:
     for end in ends:
         complete = {each for each in end if each.startswith("Complete")}
         assert len(complete) <= 1
+
+
+def minorities(members: int, limits: Limits) -> set[str]:
+    """Return the ends of ranks that go on as half of the members or fewer, of which none has crashed."""
+    assert not limits.crashes
+    return {
+        f"{each} of {members}"
+        for end in explore(members, limits).ends
+        for each in end
+        if each.startswith("Complete") and 2 * sum(one == each for one in end) <= members
+    }
+
+
+@pytest.mark.guarantee("E2")
+@pytest.mark.parametrize(
+    ("members", "give_ups"), [(2, 1), (2, 2), pytest.param(3, 1, marks=pytest.mark.thorough)]
+)
+def test_no_minority_goes_on_without_ranks_that_are_only_silent(members: int, give_ups: int) -> None:
+    """However early a rank takes the others for silent, half of the members and fewer wait for them."""
+    assert not minorities(members, Limits(give_ups=give_ups))
+
+
+@pytest.mark.guarantee("E2")
+def test_without_the_rule_of_the_majority_a_minority_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seeded bug: whichever of two ranks is first goes on alone, and leaves out the other, which is only late."""
+    monkeypatch.setattr(protocol, "is_majority", lambda alive, electorate: True)
+    assert minorities(2, Limits(give_ups=1)) == {"Complete 1 (0,) of 2", "Complete 1 (1,) of 2"}
 
 
 @pytest.mark.guarantee("E8")
@@ -110,6 +137,36 @@ def test_who_is_interrupted_in_a_planned_change_ends_it_for_all_or_has_no_say(li
 def test_what_a_rank_cannot_build_is_refused_by_all(is_planned: bool) -> None:
     """No attempt follows in which the same would fail."""
     assert list(explore(3, Limits(failing=(1,), is_planned=is_planned)).ends) == [("Refused 1",) * 3]
+
+
+@pytest.mark.guarantee("E4")
+@pytest.mark.parametrize(
+    ("members", "limits"),
+    [
+        (3, Limits(refusing=(1,))),
+        (3, Limits(refusing=(1,), is_planned=True)),
+        (2, Limits(refusing=(0, 1))),
+        (2, Limits(refusing=(1,), is_planned=True, joiners=1)),
+        (2, Limits(refusing=(1,), give_ups=1)),
+        (2, Limits(refusing=(1,), crashes=1)),
+    ],
+    ids=str,
+)
+def test_all_get_the_reason_of_a_member_that_refuses_and_the_old_groups_serve_on(
+    members: int, limits: Limits
+) -> None:
+    """Whatever the order of their steps, nobody has torn anything down; those who lose the refuser go on without it."""
+    found = explore(members, limits)
+    ends = dict(found.ends)
+    if limits.crashes:
+        assert ends.pop(("Complete 1 (0,)", "crashed")), "it has crashed before anybody decided"
+        assert ends.pop(("Complete 2 (0,)", "crashed")), "it has crashed behind the decision"
+    # Who has waited long enough before anything was decided is told so instead.
+    told = ("Refused", "Late") if limits.give_ups else ("Refused",)
+    assert ends
+    for end in ends:
+        assert all(each == "crashed" or each.startswith(told) for each in end), end
+    assert found.reasons == {REFUSAL}
 
 
 @pytest.mark.guarantee("E3", "E5")

@@ -38,7 +38,10 @@ def join_distributed_environment(
 
     Args:
         store: The store of the world that was started with `elastic=True`: `file:///DIRECTORY`, or the store from which
-            torch.distributed was initialised there.
+            torch.distributed was initialised there. With `env://` and the store of torchrun's agent the keys of each
+            world have a prefix: pass `PrefixStore(f"{run_id}/{restarts}/{worlds}", store)`, where `store` is connected
+            to the workers' `MASTER_ADDR` and `MASTER_PORT`, `run_id` and `restarts` are their `TORCHELASTIC_RUN_ID` and
+            `TORCHELASTIC_RESTART_COUNT`, and `worlds` is how many worlds each of them has begun to join before it.
         replaces: The member whose place this process takes among the ranks: its number in `Change.places`, which is the
             rank with which it was started. The place is free once that member is lost or leaves; until then the process
             waits. None puts it behind all ranks.

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from coordinator.addresses.names import await_addresses, is_loopback, refuse_loopback
-from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
+from coordinator.bootstrap.blocking_calls import is_local, run_interruptibly, torch_error
 from coordinator.bootstrap.secured import find_store, serve_store
 from coordinator.bootstrap.serving import allow_descriptors, listen_at, options_of_server
 from coordinator.security.place import Place
@@ -25,7 +25,7 @@ from coordinator.security.store import close
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommError, CommTimeoutError, UsageError
 
-__all__ = ["SpareConnection", "connection_of_its_own", "is_local", "open_tcp_store"]
+__all__ = ["SpareConnection", "connection_of_its_own", "open_tcp_store"]
 
 # What connecting gets at least of `create_timeout_s` where most of it has passed before the name had an address.
 _LEAST_TIMEOUT_S: Final = 1.0
@@ -58,14 +58,6 @@ class SpareConnection:
         """Close the connection."""
         with self._lock:
             self._spare = None
-
-
-def is_local(store: dist.Store) -> bool:
-    """Return whether `store` is a file or this process's memory: asking it costs no server anything."""
-    base: object = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
-    return isinstance(base, dist.FileStore | dist.HashStore)
 
 
 def connection_of_its_own(store: dist.Store) -> dist.Store:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Annotated, Final
 
@@ -13,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 
 from coordinator.addresses.names import Address
-from coordinator.bootstrap.blocking_calls import pause_after, run_interruptibly, torch_error
+from coordinator.bootstrap.blocking_calls import is_local, pause_after, run_interruptibly, torch_error
 from coordinator.bootstrap.serving import allow_descriptors
 from coordinator.security import secret
 from coordinator.security.place import Place
@@ -201,17 +202,19 @@ _UNTRUSTED: Final = " (whoever reaches that store may have changed it)"
 
 
 def _await_hint(place: Place, outer: dist.Store, timeout_s: float, over: threading.Event) -> Hint:
-    start = time.monotonic()
-    # Not a wait in the store, which nothing could end.
-    while not outer.check([_HINT]):
-        waited_s = time.monotonic() - start
-        if waited_s >= timeout_s:
-            raise CommTimeoutError(
-                f"{place.where}: rank 0 has not told the launcher's store within {timeout_s:.1f} s where it serves",
-                missing=(0,),
-            )
-        if over.wait(pause_after(waited_s)):
-            raise ClosedError(f"{place.where}: nobody waits any more")
+    """Return the hint once rank 0 has told it.
+
+    Asks a store that is served over a network for two things, however late rank 0 is: thousands of ranks may wait.
+    If the caller waits no longer, a wait there goes on until the hint comes, or until the deadline.
+    """
+    try:
+        if is_local(outer):
+            _poll_hint(place, outer, timeout_s, over)
+        else:
+            outer.wait([_HINT], timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        raise _untold(place, timeout_s) from error
+    _check_awaited(place, over)
     content = outer.get(_HINT)
     try:
         hint = _hint_decoder.decode(content[:_LONGEST_HINT])
@@ -221,3 +224,21 @@ def _await_hint(place: Place, outer: dist.Store, timeout_s: float, over: threadi
             f"{place.where}: what the launcher's store holds is no endpoint of rank 0{_UNTRUSTED}: {error}"
         ) from error
     return hint
+
+
+def _poll_hint(place: Place, outer: dist.Store, timeout_s: float, over: threading.Event) -> None:
+    """Return once a store that costs no server anything holds the hint. Not a wait in it, which nothing could end."""
+    start = time.monotonic()
+    while not outer.check([_HINT]):
+        waited_s = time.monotonic() - start
+        if waited_s >= timeout_s:
+            raise _untold(place, timeout_s)
+        over.wait(pause_after(waited_s))
+        _check_awaited(place, over)
+
+
+def _untold(place: Place, timeout_s: float) -> CommTimeoutError:
+    return CommTimeoutError(
+        f"{place.where}: rank 0 has not told the launcher's store within {timeout_s:.1f} s where it serves",
+        missing=(0,),
+    )

@@ -1,4 +1,4 @@
-"""Ranks of one host with a secret: worlds, stateless groups, launchers, hints that lie, settings that are refused."""
+"""Ranks of one host with a secret: worlds, stateless groups, launchers, settings that are refused."""
 
 import gc
 import json
@@ -18,9 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from coordinator import create_stateless_group
-from coordinator.bootstrap import secured as meeting
 from coordinator.bootstrap.membership import world_store
-from coordinator.bootstrap.secured import meet_by_hint, place_of
+from coordinator.bootstrap.secured import place_of
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_world_group,
@@ -29,17 +28,16 @@ from coordinator.parallel_state import (
 from coordinator.security.secret import Secret
 from coordinator.security.store import secured
 from coordinator.settings import CoordinatorSettings
-from shm_broadcast.errors import CommTimeoutError, DecodeError, SettingsError, UsageError
+from shm_broadcast.errors import SettingsError, UsageError
 from tests.harness import RankPool
 from tests.hosts import ROOT
 from tests.log_records import records_of
 from tests.multiproc.coordinator.test_meeting import exchange
 from tests.ports import free_port, listening_addresses
-from tests.secured import HERE, SECRET, check_nothing, place, served
+from tests.secured import HERE
 from tests.worlds import meet, outcome_of
 
 VALUE = bytes(range(60, 124))
-SHORT_S = 0.4
 
 
 def write(path: Path, content: bytes = VALUE, mode: int = 0o600) -> str:
@@ -292,87 +290,6 @@ def test_a_rank_without_the_secret_does_not_join(ranks2: RankPool) -> None:
     first, second = ranks2.run(one_without, free_port())
     assert (first["kind"], first["missing"]) == ("CommTimeoutError", [1]), first
     assert second["kind"] in ("CommTimeoutError", "NativeError"), second
-
-
-# --- hints ----------------------------------------------------------------------------------------------------
-
-
-def by_hint(outer: dist.Store, rank: int, timeout_s: float = 30.0, secret: Secret = SECRET) -> Any:
-    settings = CoordinatorSettings.resolve({}, create_timeout_s=timeout_s)
-    return meet_by_hint(place(rank, secret=secret), outer, HERE, settings, check_nothing)
-
-
-def a_silent_listener(listener: socket.socket) -> str:
-    return json.dumps({"address": HERE, "port": listener.getsockname()[1]})
-
-
-@pytest.mark.guarantee("K7")
-def test_a_hint_to_a_stranger_gives_a_timeout_that_names_it() -> None:
-    """A process that says nothing, a store of another run, and a port where nobody listens: none is joined."""
-    with socket.create_server((HERE, 0)) as silent, served(run="other") as other:
-        ports = {
-            "said nothing": silent.getsockname()[1],
-            "does not hold this job's secret": other.port,
-            "nobody listens": free_port(),
-        }
-        for reason, port in ports.items():
-            outer = dist.HashStore()
-            outer.set(meeting._HINT, json.dumps({"address": HERE, "port": port}))
-            with pytest.raises(CommTimeoutError, match=reason) as caught:
-                by_hint(outer, 1, SHORT_S)
-            assert f"{HERE}:{port}, which the launcher's store names as rank 0's endpoint" in str(
-                caught.value
-            )
-            assert caught.value.missing == (0,)
-
-
-@pytest.mark.guarantee("K7")
-def test_a_hint_that_is_overwritten_keeps_out_only_who_reads_it_then() -> None:
-    """Rank 1 has read what rank 0 wrote, and works; rank 2 is led to a stranger, and does not join."""
-    outer = dist.HashStore()
-    with socket.create_server((HERE, 0)) as stranger:
-        first = by_hint(outer, 0)
-        second = by_hint(outer, 1)
-        outer.set(meeting._HINT, a_silent_listener(stranger))
-        with pytest.raises(CommTimeoutError, match=f"{HERE}:{stranger.getsockname()[1]}"):
-            by_hint(outer, 2, SHORT_S)
-        second.set("a", "1")
-        assert first.get("a") == b"1"
-        second.close()
-        first.close()
-
-
-NO_HINTS = {
-    "text": "10.0.0.1:29500",
-    "a name": json.dumps({"address": "localhost", "port": 5}),
-    "a wildcard": json.dumps({"address": "0.0.0.0", "port": 5}),
-    "no port": json.dumps({"address": HERE, "port": 0}),
-    "a large port": json.dumps({"address": HERE, "port": 65536}),
-    "more": json.dumps({"address": HERE, "port": 5, "run": "x"}),
-    "long": json.dumps({"address": HERE, "port": 5}) + " " * 1000 + "x",
-    "bytes": "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
-}
-
-
-@pytest.mark.guarantee("K7")
-@pytest.mark.parametrize("what", NO_HINTS)
-def test_what_is_no_endpoint_is_refused_at_once(what: str) -> None:
-    """The error says that whoever reaches the launcher's store may have changed it."""
-    outer = dist.HashStore()
-    outer.set(meeting._HINT, NO_HINTS[what])
-    if what == "long":  # only the beginning of it is looked at
-        with pytest.raises(CommTimeoutError):
-            by_hint(outer, 1, 0.1)
-        return
-    with pytest.raises(DecodeError, match="is no endpoint of rank 0 .whoever reaches that store"):
-        by_hint(outer, 1)
-
-
-def test_a_rank_that_finds_no_hint_names_rank_0() -> None:
-    """Rank 0 has not come."""
-    with pytest.raises(CommTimeoutError) as caught:
-        by_hint(dist.HashStore(), 1, SHORT_S)
-    assert caught.value.missing == (0,)
 
 
 # --- settings -------------------------------------------------------------------------------------------------

@@ -31,13 +31,14 @@ from coordinator.bootstrap.agreement.views import Places, View, Views
 from coordinator.bootstrap.blocking_calls import (
     ask_store,
     clone_hint,
+    is_local,
     no_check,
     pause_after,
     raise_if_lost,
     run_interruptibly,
     torch_error,
 )
-from coordinator.bootstrap.connections import SpareConnection, is_local
+from coordinator.bootstrap.connections import SpareConnection
 from shm_broadcast.errors import (
     ClosedError,
     CommError,

@@ -23,6 +23,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
+from uuid import UUID
 
 import msgspec
 import torch.distributed as dist
@@ -87,9 +88,11 @@ def lent(connection: dist.Store) -> Iterator[dist.Store]:
 def view_of(rank: int, facts: dict[str, str], note: str = "") -> View:
     """Return the view of a rank, eight of which are on each of many hosts."""
     host = rank // RANKS_PER_HOST
-    process = msgspec.structs.replace(this_process(), boot_id=f"kernel {host}", hostname=f"node-{host:05d}")
+    process = msgspec.structs.replace(
+        this_process(), boot_id=str(UUID(int=host)), hostname=f"node-{host:05d}"
+    )
     address = f"10.{host // 62500}.{host // 250 % 250}.{host % 250 + 1}"
-    return View(facts, process, address, f"memory {host}", note)
+    return View(facts, process, address, f"{host:032x}", note)
 
 
 def measure(ranks: int, late_s: float) -> list[float]:

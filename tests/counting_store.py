@@ -15,11 +15,13 @@ class Traffic:
 
     Attributes:
         names: The operations, in their order.
+        keys: The first key of each.
         sent: Bytes of the arguments.
         received: Bytes of the answers.
     """
 
     names: list[str] = dataclasses.field(default_factory=list)
+    keys: list[str] = dataclasses.field(default_factory=list)
     sent: int = 0
     received: int = 0
 
@@ -47,6 +49,7 @@ class CountingStore:
     def __getattr__(self, name: str) -> Any:
         def ask(*args: Any) -> Any:
             self._traffic.names.append(name)
+            self._traffic.keys.append(args[0] if isinstance(args[0], str) else args[0][0])
             self._traffic.sent += sum(map(_size_of, args))
             answer = getattr(self._store, name)(*args)
             self._traffic.received += _size_of(answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -26,8 +26,9 @@ WAKING: Final = "set the outcome"
 """The kind of the request that wakes those that wait."""
 
 GROUPS: Final = ("tp", "pp", "dp", "ep", "dcp")
-# What a rank tells the others on its host of how to map the memory of these groups.
-NOTE: Final = "x" * 350
+# With tensor parallelism over the ranks of each host, its first rank tells the others how to map the memory of these.
+ON_ONE_HOST: Final = ("tp", "ep", "dcp")
+OFFER: Final = "x" * 124
 LIMIT_S: Final = 120.0
 
 
@@ -109,32 +110,44 @@ def _size_of(value: object) -> int:
     return len(value) if isinstance(value, str | bytes) else 8
 
 
+def note_of(rank: int) -> str:
+    """Return what a rank tells the others on its host with the groups of the layout."""
+    offering = ON_ONE_HOST if rank % RANKS_PER_HOST == 0 else ()
+    return msgspec.json.encode([OFFER if group in offering else "" for group in GROUPS]).decode()
+
+
 def record(ranks: int) -> list[Round]:
     """Return the agreements of a start: that of the world, and that of the groups of a layout."""
-    world = _record_agreement(ranks, {"world_size": str(ranks), "backend": "gloo"}, "", has_watch=False)
+    world = _record_agreement(
+        ranks, {"world_size": str(ranks), "backend": "gloo"}, lambda _: "", has_watch=False
+    )
     rows = [list(range(first, first + RANKS_PER_HOST)) for first in range(0, ranks, RANKS_PER_HOST)]
-    layout = _record_agreement(ranks, {"group_ranks": str([rows] * len(GROUPS))}, NOTE, has_watch=True)
+    layout = _record_agreement(ranks, {"group_ranks": str([rows] * len(GROUPS))}, note_of, has_watch=True)
     names = _Recorder(dist.HashStore())
     GroupNames(names, 0, LIMIT_S).take_round("layout", GROUPS)  # type: ignore[arg-type]
     return [dataclasses.replace(world, behind=names.requests), layout]
 
 
-def _record_agreement(ranks: int, facts: dict[str, str], note: str, *, has_watch: bool) -> Round:
+def _record_agreement(
+    ranks: int, facts: dict[str, str], note: Callable[[int], str], *, has_watch: bool
+) -> Round:
     """Let three ranks agree for real: the first one, one that waits, and the last one. The others have come before."""
     store = dist.HashStore()
     # The second to last does not fill a word of `come` when it comes, as one of 62 does, which asks for more.
     roles = (0, ranks - 2, ranks - 1)
     for rank in set(range(ranks)) - set(roles):
-        own = view_of(rank, {}, note)
+        own = view_of(rank, {}, note(rank))
         attendance = Attendance(store, rank, range(ranks))
-        attendance.claim(msgspec.structs.replace(own, digest="0" * 64, nonce="0" * 16))
+        attendance.claim(msgspec.structs.replace(own, digest="0" * 32, nonce="0" * 16))
         if not has_watch:
             attendance.introduce(own.process.boot_id)
         attendance.come()
     recorders = [_Recorder(store) for _ in roles]
     threads = []
     for rank, recorder in zip(roles, recorders, strict=True):
-        threads.append(threading.Thread(target=_agree, args=(recorder, rank, ranks, facts, note, has_watch)))
+        threads.append(
+            threading.Thread(target=_agree, args=(recorder, rank, ranks, facts, note(rank), has_watch))
+        )
         threads[-1].start()
         while rank != ranks - 1 and not any(each.kind == "wait" for each in recorder.requests):
             if not threads[-1].is_alive():

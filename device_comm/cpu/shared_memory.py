@@ -122,7 +122,7 @@ class Preparation:
         self._handover: Handover | None = None
         self._segment: Segment | None = None
         self._connection: socket.socket | None = None
-        self.offer: bytes = b"" if rank else msgspec.msgpack.encode(_Offer())
+        self.offer: bytes = b""
 
     def prepare(self) -> None:
         """On the first rank, make the memory. If that fails nothing is raised: the offer tells all ranks the reason.
@@ -177,7 +177,7 @@ class Preparation:
 
         Raises: as `map`.
         """
-        offered = _offer_decoder.decode(offer)
+        offered = _offer_decoder.decode(offer) if offer else _Offer()
         if offered.failure:
             raise CapabilityError(offered.failure, requirement="shared memory")
         if self._segment is None:
@@ -290,7 +290,7 @@ def _drop(segment: Segment | None) -> None:
 def host_id() -> str:
     """Return a name of this host as far as an abstract socket reaches."""
     own = this_process()
-    return hashlib.sha256(f"{own.boot_id} {own.network_namespace}".encode()).hexdigest()
+    return hashlib.sha256(f"{own.boot_id} {own.network_namespace}".encode()).hexdigest()[:32]
 
 
 class _Layout(NamedTuple):

@@ -56,8 +56,9 @@ LOOK_EVERY_S: Final = 1.0
 # After a failure a rank keeps the store alive at most this long, so that the others can read the outcome. The last rank
 # to come gets this long behind a deadline to write it.
 LINGER_S: Final = 1.0
-# Pauses between two looks at how many have read a failure: this long, or longer in a large group, for the store takes
-# about 6 us for an answer and gets one question of each rank in a pause.
+# The first pause between two looks at how many have read a failure, of which each is twice as long as the one before:
+# this long, or longer in a large group, for the store takes about 6 us for an answer and gets one question of each rank
+# in a pause. In `LINGER_S` a rank looks six times at most.
 TOLD_PAUSE_S: Final = 0.02
 TOLD_PAUSE_PER_RANK_S: Final = 50e-6
 # How long a call that ends early waits for its thread: a store that answers does so within some milliseconds.
@@ -350,7 +351,7 @@ class _Agreement:
         # Only those who propose or contradict show their facts: with the ranks of all groups they may be long.
         if proposal.rank == self._rank or not is_alike:
             outcomes.show_facts(store, digest, self._view.facts)
-        taken = attendance.claim(msgspec.structs.replace(self._view, facts={}, digest=digest))
+        taken = attendance.claim(msgspec.structs.replace(self._view, digest=digest))
         if taken is not None:
             raise DisagreementError(
                 f"{self._where}: two processes claim to be rank {self._rank}: this one, and pid {taken.process.pid} "
@@ -452,11 +453,13 @@ class _Agreement:
         with suppress(RuntimeError):  # the rank that serves the store has left
             told = store.add("told", 1)
             while told < (failure.came or len(self._ranks)) and time.monotonic() < end:
-                if self._over.wait(pause_s):
+                if self._over.wait(min(pause_s, max(end - time.monotonic(), 0.0))):
                     break
+                pause_s *= 2
                 told = store.add("told", 0)
         return failure.error(self._where, self._timeout_s)
 
 
 def _digest_of(view: View) -> str:
-    return hashlib.sha256(msgspec.json.encode(view.facts, order="deterministic")).hexdigest()
+    # Half of a SHA-256: each rank receives it with every view of its host, and nobody gains by a collision.
+    return hashlib.sha256(msgspec.json.encode(view.facts, order="deterministic")).hexdigest()[:32]

@@ -2,7 +2,7 @@
 
 | key | value |
 |---|---|
-| `view/<rank>` | the rank's view |
+| `view/<rank>` | the rank's view without its facts |
 | `come/<word>` | a bit for each of 62 ranks, set behind its view; a store adds numbers of 64 bits |
 | `full` | how many of these words are full, if there are several |
 | `kernel/<boot id>` | the ranks on one kernel, each followed by a blank |
@@ -14,15 +14,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement.views import View
+from coordinator.bootstrap.agreement.views import View, read_view, write_view
 
 __all__ = ["Attendance"]
 
 _BITS: Final = 62
-_view_decoder: Final = msgspec.json.Decoder(View)
 
 
 class Attendance:
@@ -36,10 +34,10 @@ class Attendance:
         self._words = range(-(-len(ranks) // _BITS))
 
     def claim(self, view: View) -> View | None:
-        """Publish this rank's view; return that of another process that has taken the rank, or None."""
-        own = msgspec.json.encode(view).decode()
+        """Publish this rank's view, not its facts; return that of another process that has taken the rank, or None."""
+        own = write_view(view)
         found = self._store.compare_set(f"view/{self._rank}", "", own).decode()
-        return None if found == own else _view_decoder.decode(found)
+        return None if found == own else read_view(found.encode())
 
     def introduce(self, boot_id: str) -> None:
         """Tell the other ranks on this kernel that this one is there."""
@@ -65,7 +63,7 @@ class Attendance:
     def views(self, ranks: Sequence[int]) -> dict[int, View]:
         """Return the views of ranks, of which all have published theirs."""
         found = self._store.multi_get([f"view/{rank}" for rank in ranks]) if ranks else []
-        return {rank: _view_decoder.decode(each) for rank, each in zip(ranks, found, strict=True)}
+        return {rank: read_view(each) for rank, each in zip(ranks, found, strict=True)}
 
     def has_view(self, rank: int, within_s: float) -> bool:
         """Return whether a rank that is about to publish its view has done so within some seconds."""

@@ -6,6 +6,7 @@ where they are. With everything of everybody, 10,000 ranks would take 25 GB from
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,10 +19,13 @@ import msgspec
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
 
-__all__ = ["Place", "Places", "View", "Views"]
+__all__ = ["Place", "Places", "View", "Views", "read_view", "write_view"]
 
 # Far more than the places of 100,000 ranks take: a store may be written by anybody who reaches it.
 _MOST_BYTES: Final = 1 << 24
+# Linux has no longer ones.
+_LONGEST_NAME: Final = 64
+_number: Final = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 
 
 class View(msgspec.Struct, frozen=True):
@@ -33,7 +37,7 @@ class View(msgspec.Struct, frozen=True):
         address: Address at which the group's other ranks reach this rank; may differ.
         host_id: Host id; equal on ranks that can share memory.
         note: Further information for the ranks on the same kernel; may differ.
-        digest: Of the facts, which the store does not hold with each view; filled in by `agree`, and so is the next.
+        digest: Of the facts, which the store does not hold with a view; filled in by `agree`, and so is the next.
         nonce: Random text that makes this view unique.
     """
 
@@ -44,6 +48,26 @@ class View(msgspec.Struct, frozen=True):
     note: str = ""
     digest: str = ""
     nonce: str = ""
+
+
+_Written = tuple[tuple[str, int, int, int, int, str], str, str, str, str, str]
+_written_decoder: Final = msgspec.json.Decoder(_Written)
+
+
+def write_view(view: View) -> str:
+    """Return what the store holds of a view: all but the facts, without names, which would double what is received."""
+    own = msgspec.structs.astuple(view.process)
+    return msgspec.json.encode((own, view.address, view.host_id, view.note, view.digest, view.nonce)).decode()
+
+
+def read_view(written: bytes) -> View:
+    """Return the view of which `write_view` made this, without facts.
+
+    Raises:
+        msgspec.MsgspecError: It is something else.
+    """
+    process, *rest = _written_decoder.decode(written)
+    return View({}, ProcessIdentity(*process), *rest)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -63,9 +87,12 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class _Columns(msgspec.Struct, array_like=True):
-    """The places of all ranks. Each column holds differences to the rank before, which regular places make small."""
+    """The places of all ranks. Each column holds differences to the rank before, which regular places make small.
 
-    hostnames: list[str]
+    Likewise a host whose name is the `_successor` of the name before has None.
+    """
+
+    hostnames: list[str | None]
     kernels: list[int]
     memories: list[int]
     loopbacks: list[int]
@@ -114,16 +141,25 @@ class Places(Sequence[Place]):
         is_even = len(kernels) == len(memories) == len(loopbacks) == len(hidden)
         if not is_even or not all(0 <= kernel < len(columns.hostnames) for kernel in kernels):
             raise msgspec.ValidationError("the places of the ranks contradict each other")
+        hostnames = list[str]()
+        for name in columns.hostnames:
+            full = name if name is not None or not hostnames else _successor(hostnames[-1])
+            if full is None:
+                raise msgspec.ValidationError("the name of a host follows no other one")
+            hostnames.append(full)
         places = [
             Place(kernel, memory, loopback, bool(is_hidden))
             for kernel, memory, loopback, is_hidden in zip(kernels, memories, loopbacks, hidden, strict=True)
         ]
-        return cls(places, columns.hostnames)
+        return cls(places, hostnames)
 
     def encode(self) -> bytes:
-        """Return the places, packed: about 0.2 bytes a rank and the hosts' names, if ranks are placed regularly."""
+        """Return the places, packed: less than 0.1 bytes a rank where ranks are placed and hosts numbered regularly."""
         columns = _Columns(
-            list(self.hostnames),
+            [
+                None if before is not None and name == _successor(before) else name
+                for before, name in pairwise((None, *self.hostnames))
+            ],
             _differences([place.kernel for place in self._places]),
             _differences([place.memory for place in self._places]),
             _differences([place.loopback for place in self._places]),
@@ -149,6 +185,17 @@ class _Numbers(dict[str, int]):
     def __missing__(self, name: str) -> int:
         self[name] = len(self)
         return self[name]
+
+
+def _successor(name: str) -> str | None:
+    """Return the name of the next host where hosts are numbered: `node-010.a` behind `node-009.a`; else None."""
+    own, dot, domain = name.partition(".")
+    number = _number.search(own) if len(name) <= _LONGEST_NAME else None
+    if number is None:
+        return None
+    digits = number.group()
+    following = f"{int(digits) + 1:0{len(digits)}}"
+    return f"{own[: number.start()]}{following}{own[number.end() :]}{dot}{domain}"
 
 
 def _differences(numbers: Sequence[int]) -> list[int]:

@@ -1,11 +1,15 @@
 """Where ranks are, packed for the store, and what follows from it."""
 
+import zlib
+from random import Random
+from uuid import UUID
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.bootstrap.agreement.views import Place, Places, View, Views
+from coordinator.bootstrap.agreement.views import Place, Places, View, Views, read_view, write_view
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import this_process
 
@@ -35,7 +39,32 @@ def test_places_arrive_as_they_were(found: list[Place]) -> None:
     assert list(packed.hostnames) == names
 
 
-@pytest.mark.parametrize("packed", [b"", b"abc", Places([Place(3, 0, 0, False)], ["one"]).encode()])
+host_names = st.one_of(
+    st.sampled_from(
+        ["a9", "a10", "a09", "a010", "a9.b1", "a10.b1", "a9.b2", "9", "10", "", ".", "a", "٩", "1" * 64]
+    ),
+    st.text(max_size=70),
+)
+
+
+@given(st.lists(host_names, max_size=12))
+def test_names_of_hosts_arrive_as_they_were(names: list[str]) -> None:
+    """Whether they are numbered one behind the other or not."""
+    places = [Place(kernel, 0, 0, False) for kernel in range(len(names))]
+    assert list(Places.decode(Places(places, names).encode()).hostnames) == names
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"abc",
+        Places([Place(3, 0, 0, False)], ["one"]).encode(),
+        zlib.compress(b"[[null],[0],[0],[0],[0]]"),
+        zlib.compress(b'[["one",null],[0],[0],[0],[0]]'),
+        zlib.compress(b'[["%s",null],[0],[0],[0],[0]]' % (b"1" * 5000)),
+    ],
+)
 def test_damaged_places_are_refused(packed: bytes) -> None:
     """A value that no rank has written is an error of its own type."""
     with pytest.raises(msgspec.MsgspecError):
@@ -43,9 +72,25 @@ def test_damaged_places_are_refused(packed: bytes) -> None:
 
 
 def test_regular_places_of_many_ranks_take_little_room() -> None:
-    """10,000 ranks, eight on each of 1,250 hosts: the names of the hosts are most of it."""
-    assert len(Places.of(view(rank // 8) for rank in range(10_000)).encode()) < 6000
-    assert len(Places.of(view(rank // 8) for rank in range(1000)).encode()) < 1000
+    """10,000 ranks, eight on each of 1,250 hosts that are numbered, or have random names, which are most of it."""
+    assert len(Places.of(view(rank // 8) for rank in range(10_000)).encode()) < 300
+    assert len(Places.of(view(rank // 8) for rank in range(1000)).encode()) < 150
+    places, names = Places.of(view(rank // 8) for rank in range(10_000)), Random(1)
+    named = Places(places, [f"pod-{names.getrandbits(20):05x}" for _ in range(1250)])
+    assert len(named.encode()) < 6000
+
+
+@pytest.mark.guarantee("D92")
+def test_a_view_takes_less_than_300_bytes_for_each_rank_on_the_host() -> None:
+    """It arrives as it was, without its facts."""
+    own = msgspec.structs.replace(view(1, "10.200.100.100", "m" * 32), digest="d" * 32, nonce="n" * 16)
+    place = {"boot_id": str(UUID(int=1)), "hostname": "node-00001", "pid": 1 << 22, "start_ticks": 1 << 40}
+    own = msgspec.structs.replace(own, process=msgspec.structs.replace(own.process, **place))
+    # Of eight groups, for none of which this rank offers memory.
+    own = msgspec.structs.replace(own, note=msgspec.json.encode([b""] * 8).decode())
+    written = write_view(msgspec.structs.replace(own, facts={"groups": "x" * 1000}))
+    assert read_view(written.encode()) == own
+    assert len(written) < 300
 
 
 def test_ranks_of_one_host_listen_on_loopback() -> None:

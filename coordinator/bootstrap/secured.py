@@ -33,6 +33,9 @@ _ANSWER_S: Final = 2.0
 _TRY_S: Final = 3.0
 _PROBE_S: Final = 0.25
 _PAUSE_S: Final = 0.05
+# A rank asks the launcher's store for the hint once in this time; a call that is given up leaves a thread for as long.
+_SLICE_S: Final = 1.0
+_LEAST_S: Final = 0.001  # torch takes less for "without limit"
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -204,16 +207,22 @@ _UNTRUSTED: Final = " (whoever reaches that store may have changed it)"
 def _await_hint(place: Place, outer: dist.Store, timeout_s: float, over: threading.Event) -> Hint:
     """Return the hint once rank 0 has told it.
 
-    Asks a store that is served over a network for two things, however late rank 0 is: thousands of ranks may wait.
-    If the caller waits no longer, a wait there goes on until the hint comes, or until the deadline.
+    Asks a store that is served over a network for one thing, and one more for each second that rank 0 is late:
+    thousands of ranks may wait. If the caller waits no longer, this ends within that second.
     """
-    try:
-        if is_local(outer):
-            _poll_hint(place, outer, timeout_s, over)
-        else:
-            outer.wait([_HINT], timedelta(seconds=timeout_s))
-    except dist.DistStoreError as error:
-        raise _untold(place, timeout_s) from error
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            if is_local(outer):
+                _poll_hint(place, outer, timeout_s, over)
+            else:
+                outer.wait([_HINT], timedelta(seconds=max(min(_SLICE_S, end - time.monotonic()), _LEAST_S)))
+            break
+        except dist.DistStoreError as error:
+            if time.monotonic() >= end:
+                raise _untold(place, timeout_s) from error
+            over.wait(_PAUSE_S)  # a store that fails at once is not asked at once again
+        _check_awaited(place, over)
     _check_awaited(place, over)
     content = outer.get(_HINT)
     try:

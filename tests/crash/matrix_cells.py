@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -285,11 +284,6 @@ def live_in_a_cell(
     rank: int, world_size: int, directory: Path, plane: str, place: str, hit: str, name: str, marks: str
 ) -> dict[str, Any]:
     """Play this rank's part; return how it ended, and what it left behind. This is a function for `run_ranks`."""
-    is_opening = plane == "creation" or (plane, place) == ("destroy", "mid-copy")
-    if rank in VICTIMS[hit] and name == "SIGINT" and is_opening:
-        # A handler may raise between the opening of a file of the kernel and its `with` block: the interpreter then
-        # closes it at once, and warns.
-        warnings.filterwarnings("ignore", "unclosed file <_io.* name='/proc/", ResourceWarning)
     before, mapped = Snapshot.take(), _segments()
     found = _live(rank, world_size, directory, plane, place, hit, name, marks)
     gc.collect()

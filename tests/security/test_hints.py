@@ -121,17 +121,20 @@ def connected(agent: int) -> dist.Store:
 @pytest.mark.guarantee("D92")
 @pytest.mark.slow
 @pytest.mark.parametrize("late_s", [0.0, 2.5])
-def test_a_rank_asks_the_launchers_store_twice_however_late_rank_0_is(agent: int, late_s: float) -> None:
-    """All ranks of the job wait at once, of which there may be thousands. Rank 0 tells it one thing."""
+def test_a_rank_asks_the_launchers_store_once_a_second_for_the_hint(agent: int, late_s: float) -> None:
+    """And for the hint itself. All ranks wait at once, of which there may be thousands. Rank 0 tells it one thing."""
     traffic = {rank: Traffic() for rank in range(4)}
     stores: dict[int, Any] = {
         rank: CountingStore(lambda: connected(agent), traffic[rank]) for rank in traffic
     }
     found: dict[int, Any] = {}
+    waited_s: dict[int, float] = {}
 
     def meet(rank: int) -> None:
         time.sleep(0.0 if rank else late_s)
+        start = time.monotonic()
         found[rank] = by_hint(stores[rank], rank)
+        waited_s[rank] = time.monotonic() - start
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in traffic]
     for thread in threads:
@@ -142,7 +145,9 @@ def test_a_rank_asks_the_launchers_store_twice_however_late_rank_0_is(agent: int
     assert found.keys() == traffic.keys()
     for store in found.values():
         store.close()
-    assert [len(each.names) for each in traffic.values()] == [1, 2, 2, 2], traffic
+    assert len(traffic[0].names) == 1
+    for rank in (1, 2, 3):
+        assert 2 <= len(traffic[rank].names) <= 2 + int(waited_s[rank]), traffic
 
 
 def test_a_rank_that_waits_in_the_launchers_store_names_rank_0_at_the_deadline(agent: int) -> None:
@@ -155,7 +160,7 @@ def test_a_rank_that_waits_in_the_launchers_store_names_rank_0_at_the_deadline(a
 def test_a_rank_that_is_interrupted_while_it_waits_does_not_join_when_the_hint_comes(
     agent: int,
 ) -> None:
-    """The call ends at once. Its thread ends with the hint, and rank 0 never hears of this rank."""
+    """The call ends at once and its thread within a second, and rank 0 never hears of this rank."""
     outer = connected(agent)
 
     def strike() -> None:
@@ -168,6 +173,6 @@ def test_a_rank_that_is_interrupted_while_it_waits_does_not_join_when_the_hint_c
                 place(1), outer, HERE, CoordinatorSettings.resolve({}, create_timeout_s=DEADLINE_S), strike
             )
         assert sleeping_in("_await_hint") == 1
-        connected(agent).set(meeting._HINT, json.dumps({"address": HERE, "port": store.port}))
         wait_until(lambda: not sleeping_in("_await_hint"), "the end of the thread", DEADLINE_S)
+        connected(agent).set(meeting._HINT, json.dumps({"address": HERE, "port": store.port}))
         assert ranks_of(store) == [0]

@@ -33,7 +33,7 @@ def connected(port: int) -> dist.Store:
 
 def in_a_world_of_torch(rank: int, store: dist.Store) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    init_distributed_environment(RANKS, rank, backend="gloo", timeout=10.0)
+    init_distributed_environment(RANKS, rank, backend="gloo", timeout=10.0, elastic=True)
 
 
 def under_an_agent(rank: int, port: int) -> None:

@@ -2,8 +2,9 @@
 
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 
@@ -11,8 +12,26 @@ from tests.leaks import GRACE_S
 from tests.rebuild_cycles import Crowd
 
 RANKS = 4
-MOST_BYTES = 8_000
-"""How much the store may grow per member and change: it keeps what was agreed, and a file store forgets nothing."""
+MOST_BYTES = 5_000
+"""How much the store may grow per member and change: it keeps what was agreed, and a file store forgets nothing.
+
+It grew by 3,950 to 3,980 bytes in three runs. Members that learn of a death late write their notes twice: 730 bytes
+more if all three do in each `rebuild`.
+"""
+
+SETTLED, LONG = 25, 30
+"""From which of its cycles on a member's memory is compared, and how many it must have seen more than for that.
+
+Before, the allocator grows to what the most busy moment takes, and gives back 1.8 MB once.
+"""
+
+MOST_KIB = 8.0
+"""How much the memory of a member may grow per member and change.
+
+The map in which torch's file store keeps all that it has read takes 5.2 KiB (3,612 KiB for the file of a run of 100
+cycles, read into a new process). Members grew by 5.4, 6.0 and 6.7 KiB in three runs; resident memory moves by steps of
+up to 0.3 MB, which are 1 KiB here.
+"""
 
 # Numbers of Python objects differ by what a rank has met by chance, such as another rank's failure record.
 JITTER = 40
@@ -62,20 +81,28 @@ class Held:
         return found
 
 
-def kill_and_replace(cycles: int, seed: int, spare: Collection[int] = ()) -> dict[str, list[int]]:
+class Cycles(NamedTuple):
+    """What has happened in some cycles.
+
+    Attributes:
+        victims: The ranks that were killed.
+        resident: The resident memory of each member, in KiB, behind each cycle that it has seen.
+    """
+
+    victims: list[int]
+    resident: dict[int, list[int]]
+
+
+def kill_and_replace(cycles: int, seed: int, weights: Sequence[int] = (1, 1, 1, 1)) -> Cycles:
     """Kill a random rank of four in each cycle, go on with three, take a new process in, and go on with four.
 
     Args:
         cycles: How many.
         seed: For the choice of the victims.
-        spare: Members that are never killed.
-
-    Returns:
-        "victims": the ranks that were killed; "resident": the resident memory of the first spared member, in KiB, by
-        cycle.
+        weights: How often each rank is chosen, compared with the others.
     """
     chance, held = random.Random(seed), Held()
-    victims, resident = [], []
+    victims, resident = list[int](), dict[int, list[int]]()
     with Crowd() as crowd:
         members = [crowd.spawn() for _ in range(RANKS)]
         for rank, number in enumerate(members):
@@ -84,7 +111,7 @@ def kill_and_replace(cycles: int, seed: int, spare: Collection[int] = ()) -> dic
             crowd.answer(number)
         files, size = len(crowd.files()), crowd.store_bytes()
         for cycle in range(1, cycles + 1):
-            victim = chance.choice([rank for rank in range(RANKS) if members[rank] not in spare])
+            (victim,) = chance.choices(range(RANKS), weights)
             victims.append(victim)
             crowd.kill(members.pop(victim))
             for rank, said in enumerate(crowd.ask(members, "rebuild")):
@@ -98,32 +125,42 @@ def kill_and_replace(cycles: int, seed: int, spare: Collection[int] = ()) -> dic
                 assert each == [rank, RANKS, 2 * cycle, []]
             crowd.ask(members, "use", -cycle)
             found = held.check(cycle, members, partial(crowd.ask, members, "holds"))
-            resident += [now[3] for number, now in zip(members, found, strict=True) if number in spare][:1]
+            for number, now in zip(members, found, strict=True):
+                resident.setdefault(number, []).append(now[3])
             assert len(crowd.files()) == files, f"files of the rendezvous in cycle {cycle}: {crowd.files()}"
         assert crowd.store_bytes() - size <= cycles * (2 * RANKS - 1) * MOST_BYTES
         crowd.end(members)
         assert not (crowd.directory / "store").exists(), "the directory of the rendezvous is left behind"
-    return {"victims": victims, "resident": resident}
+    return Cycles(victims, resident)
 
 
 @pytest.mark.guarantee("E5")
 @pytest.mark.guarantee("E10")
 def test_ranks_are_killed_and_replaced_and_nothing_is_left_behind() -> None:
     """Rank 0 too: all planes give the right bits behind each change, and no descriptor, thread or file is left."""
-    assert 0 in kill_and_replace(3, seed=2)["victims"]
+    assert 0 in kill_and_replace(3, seed=2).victims
 
 
 @pytest.mark.thorough
 @pytest.mark.guarantee("E10")
 def test_twenty_random_ranks_are_killed_and_replaced() -> None:
     """As above, with each rank among the victims."""
-    assert set(kill_and_replace(20, seed=3)["victims"]) == set(range(RANKS))
+    assert set(kill_and_replace(20, seed=3).victims) == set(range(RANKS))
+
+
+def growth(resident: Collection[Sequence[int]]) -> float:
+    """Return by how many KiB per cycle the members that have lived long have grown since their cycle `SETTLED`."""
+    long = [seen[SETTLED - 1 :] for seen in resident if len(seen) > LONG]
+    assert len(long) >= 3, "members that have lived long"
+    return sum(seen[-1] - seen[0] for seen in long) / sum(len(seen) - 1 for seen in long)
 
 
 @pytest.mark.thorough
 @pytest.mark.proof
 @pytest.mark.guarantee("E10")
 def test_two_hundred_ranks_are_killed_and_replaced_without_a_leak() -> None:
-    """The member that sees all of it keeps, of each change, what the store has agreed, and nothing else."""
-    resident = kill_and_replace(200, seed=4, spare=[0])["resident"]
-    assert resident[-1] - resident[19] <= 1.5 * 180 * (2 * RANKS - 1) * MOST_BYTES / 1024, "KiB"
+    """Who sees many of the changes keeps, of each, what the store has agreed, and nothing else. Nobody is spared."""
+    # Rank 0 is always the oldest: it must die less often than others for members to live long.
+    victims, resident = kill_and_replace(200, seed=6, weights=(1, 9, 9, 9))
+    assert set(victims) == set(range(RANKS))
+    assert growth(resident.values()) <= MOST_KIB * (2 * RANKS - 1)

@@ -150,14 +150,14 @@ class GroupProcessGroups:
         self, name: str, timeout_s: float | None = None, *, is_lazy: bool = False
     ) -> tuple[dist.ProcessGroup, GlooBackend]:
         timeout_s = timeout_s or self.create_timeout_s
+        options = GlooOptions(self.address, is_lazy, is_over=lambda: self._is_destroyed)
         if self.apart is None:
-            group, gloo = new_gloo_group(self.ranks, self.address, name, timeout_s, is_lazy)
+            group, gloo = new_gloo_group(self.ranks, options, name, timeout_s)
         else:
             world, place = self.apart
             store = dist.PrefixStore(
                 f"group_coordinator/process_groups/{name} of {self.ranks[0]}", world.store
             )
-            options = GlooOptions(self.address, is_lazy)
             group, gloo = new_unregistered_gloo_group(store, place, len(self.ranks), name, timeout_s, options)
         self.adopt(group)
         return group, gloo

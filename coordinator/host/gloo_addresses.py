@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
+
+# Between two looks into a file; torch looks as often.
+_PAUSE_S: Final = 0.01
 
 
 class GatheredAddresses(dist.Store):
@@ -17,18 +21,24 @@ class GatheredAddresses(dist.Store):
     the store below. C++ looks for the methods in this half of the object, so whoever uses the group keeps it.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, is_over: Callable[[], bool] | None = None
+    ) -> None:
         """Ask nothing yet.
 
         Args:
             store: The store below, of this group only.
             rank: This process's rank in the group.
             size: Number of ranks in the group.
+            is_over: Whether nobody wants the group any more. A wait for what is in a file then ends: torch's would go
+                on until the deadline of the store, if the last rank has removed the file meanwhile.
         """
         super().__init__()
         self._store: Any = store  # torch's stubs lack some methods
         self._rank = rank
         self._size = size
+        self._is_over = is_over or _never
+        self._is_polled = _is_polled(store)
         self._addresses: list[str] = []
         self._found: dict[str, bytes] = {}
 
@@ -47,12 +57,25 @@ class GatheredAddresses(dist.Store):
             return
         is_address = set(missing) <= set(self._addresses)
         wanted = self._addresses if is_address else missing
-        if timeout is None:
+        if self._is_polled:
+            self._poll(wanted, self._store.timeout if timeout is None else timeout)
+        elif timeout is None:
             self._store.wait(wanted)
         else:
             self._store.wait(wanted, timeout)
         if is_address:
             self._found = dict(zip(wanted, self._store.multi_get(wanted), strict=True))
+            self._is_over = _never  # it holds the group, which holds this
+
+    def _poll(self, keys: Sequence[str], timeout: timedelta) -> None:
+        end = time.monotonic() + timeout.total_seconds()
+        while not self._is_over():
+            if self._store.check(keys):
+                return
+            if time.monotonic() > end:
+                raise dist.DistStoreError(f"wait timeout after {timeout.total_seconds():g} s, keys: {keys}")
+            time.sleep(_PAUSE_S)
+        raise dist.DistStoreError("nobody wants the group any more")
 
     def get(self, key: str) -> bytes:
         """Return the value of a key; an address that has come is handed out once."""
@@ -80,6 +103,17 @@ class GatheredAddresses(dist.Store):
     def has_extended_api(self) -> bool:
         """Return whether the store below has more than the basic operations."""
         return bool(self._store.has_extended_api())
+
+
+def _never() -> bool:
+    return False
+
+
+def _is_polled(store: dist.Store) -> bool:
+    """Return whether the store below all prefixes is a file, into which torch itself looks again and again."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)
 
 
 __all__ = ["GatheredAddresses"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
@@ -45,11 +45,13 @@ class GlooOptions:
     Attributes:
         address: Numeric address of this host to bind to; never a wildcard.
         is_lazy: Whether two ranks connect at their first message, so that creating the group waits for no rank.
+        is_over: Whether nobody wants the group any more that a thread still connects.
         backend: The backend; set when the group is created.
     """
 
     address: str
     is_lazy: bool = False
+    is_over: Callable[[], bool] = lambda: False
     backend: GlooBackend | None = None
 
 
@@ -159,7 +161,7 @@ _users: Final[weakref.WeakKeyDictionary[GlooBackend, tuple[_Device, dist.Store]]
 
 def _addresses(options: GlooOptions, store: dist.Store, rank: int, size: int) -> dist.Store:
     """Return the store in which a new group finds its addresses; a lazy one asks for each when it connects."""
-    return store if options.is_lazy else GatheredAddresses(store, rank, size)
+    return store if options.is_lazy else GatheredAddresses(store, rank, size, options.is_over)
 
 
 def _device_at(address: str, is_lazy: bool) -> _Device:
@@ -174,13 +176,13 @@ def _device_at(address: str, is_lazy: bool) -> _Device:
 
 
 def new_gloo_group(
-    ranks: Sequence[int], address: str, name: str, timeout_s: float, is_lazy: bool = False
+    ranks: Sequence[int], options: GlooOptions, name: str, timeout_s: float
 ) -> tuple[dist.ProcessGroup, GlooBackend]:
-    """Create a Gloo group that listens on `address`; the other arguments are those of `new_group` below.
+    """Create a Gloo group with these options; the other arguments are those of `new_group` below.
 
     Collective over `ranks`, unless `is_lazy`: then each rank may call it at any time.
     """
-    with gloo_at(GlooOptions(address, is_lazy)) as options:
+    with gloo_at(options):
         group = new_group(ranks, GLOO, name, timeout_s)
     assert options.backend is not None
     return group, options.backend

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +127,31 @@ def test_a_first_receive_in_a_lazy_group_keeps_its_thread_in_the_backend() -> No
             groups[receiver][1].recv([torch.empty(1)], 1 - receiver, 7)
         took_s.append(time.monotonic() - start)
     assert max(took_s) > 2 * limit_s
+
+
+@pytest.mark.guarantee("G37")
+def test_a_rank_that_has_given_up_waits_no_longer_for_addresses_in_a_file(tmp_path: Path) -> None:
+    """Torch's own wait goes on until the deadline of the store once the file is gone."""
+    path, is_over = tmp_path / "store", threading.Event()
+    store = dist.FileStore(str(path), -1)
+    store.set_timeout(timedelta(seconds=LIMIT_S))
+    addresses = GatheredAddresses(dist.PrefixStore("g", store), 0, 2, is_over.is_set)
+    addresses.set("mesh/0", b"here")
+    with pytest.raises(dist.DistStoreError, match="mesh/1"):
+        addresses.wait(["mesh/1"], timedelta(seconds=0.1))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(addresses.wait, ["mesh/1"], timedelta(seconds=LIMIT_S))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        began = time.monotonic()
+        is_over.set()
+        with pytest.raises(dist.DistStoreError, match="nobody"):
+            waiting.result()
+        assert time.monotonic() - began < LIMIT_S / 2
+    other = GatheredAddresses(dist.PrefixStore("g", store), 1, 2)
+    other.set("mesh/1", b"there")
+    addresses = GatheredAddresses(dist.PrefixStore("g", store), 0, 2, is_over.is_set)
+    is_over.clear()
+    addresses.set("mesh/0", b"here")
+    addresses.wait(["mesh/1"], timedelta(seconds=LIMIT_S))
+    assert addresses.get("mesh/1") == b"there"

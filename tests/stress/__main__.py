@@ -34,7 +34,9 @@ def main() -> int:
         while chosen.life is not None or time.monotonic() < until:
             plan = plan_of(seed, number, chosen.ranks, chosen.kind)
             taken = run_life(plan)
-            print(f"life {number}: {plan.kind}, {plan.ranks} ranks, {taken} steps", flush=True)
+            print(
+                f"life {number}: {plan.kind}, {plan.ranks} ranks ({plan.places}), {taken} steps", flush=True
+            )
             steps += taken
             number += 1
             if chosen.life is not None:

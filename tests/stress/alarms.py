@@ -8,10 +8,15 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from tests.handlers import is_swallowing
+
 __all__ = ["Alarms", "StrikeError"]
 
 SHORTEST_S, LONGEST_S = 0.000_002, 0.004
 """When a strike comes after the beginning of a call: within a call that has all it needs, or while one waits."""
+
+LATER_S = 0.001
+"""When Ctrl-C comes again that Python would have swallowed."""
 
 
 class StrikeError(Exception):
@@ -40,6 +45,7 @@ class Alarms:
         self.strikes = 0
         self.may_strike = may_strike
         self._is_armed = False
+        self._is_interrupted = False
         self._random = random.Random(seed)
         self._every_s = 0.0
         self._main = threading.main_thread().ident or 0
@@ -54,10 +60,20 @@ class Alarms:
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        if self._is_interrupted:
+            self.interrupt(number, frame)
         if self._is_armed:
             self._is_armed = False
             self.strikes += 1
             raise StrikeError("struck")
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT as Python does by default, but a little later where Python would swallow what this raises."""
+        self._is_interrupted = is_swallowing(frame)
+        if not self._is_interrupted:
+            raise KeyboardInterrupt
+        self._after_s = LATER_S
+        self._wanted.set()
 
     def change(self) -> None:
         """Choose another rate: none, or every 0.3 to 20 ms."""
@@ -107,6 +123,9 @@ class Alarms:
         # error for one that it finds without a handler.
         signal.signal(signal.SIGALRM, _nothing)
         sys.unraisablehook = self._hook
+        if self._is_interrupted:
+            self._is_interrupted = False
+            signal.raise_signal(signal.SIGINT)
 
     def _send(self) -> None:
         while True:

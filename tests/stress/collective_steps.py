@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from coordinator import DisagreementError, GroupCoordinator, ReduceOperation, UsageError
-from tests.stress.model import MismatchError, Model, check_same, combined
+from tests.stress.model import MismatchError, Model, check_same, joined
 
-__all__ = ["STEPS"]
+__all__ = ["MAKERS", "STEPS", "Check", "Start", "dict_of"]
 
 Check = Callable[[Any], None]
 Start = Callable[..., Any]
@@ -29,7 +29,7 @@ def reduction(group: GroupCoordinator, model: Model) -> tuple[Start, Check]:
     dtype, form = model.dtype(summed=True), model.plan.choice(("out", "in place", "output", "root"))
     root, operation, shape = model.rank(), _operation(model, dtype), (model.count(),)
     inputs = [model.tensor(shape, dtype, rank) for rank in range(n)]
-    expected, given = combined(operation, inputs), inputs[me].clone()
+    expected, given = model.reduced(operation, inputs), inputs[me].clone()
     output = torch.empty(shape, dtype=dtype)
     start: Start = {
         "out": lambda **o: group.all_reduce(given, operation, **o),
@@ -59,7 +59,7 @@ def scattering(group: GroupCoordinator, model: Model) -> tuple[Start, Check]:
     if not uneven:
         sizes = [model.count(200_000)] * n
     inputs = [model.tensor((sum(sizes), 2), dtype, rank) for rank in range(n)]
-    expected = combined(operation, inputs).split(sizes)[me]
+    expected = model.reduced(operation, inputs).split(sizes)[me]
     if uneven:
         return lambda **o: group.reduce_scatterv(inputs[me], 0, sizes, operation, **o), _expecting(expected)
     return lambda **o: group.reduce_scatter(inputs[me], 0, operation, **o), _expecting(expected)
@@ -77,8 +77,7 @@ def gathering(group: GroupCoordinator, model: Model) -> tuple[Start, Check]:
     inputs = [
         model.tensor((sizes[rank], 3) if dim == 0 else (3, sizes[rank]), dtype, rank) for rank in range(n)
     ]
-    whole = torch.cat([each.view(torch.uint8) if dtype.itemsize == 1 else each for each in inputs], dim)
-    expected = whole.view(dtype)
+    expected = joined(inputs, dim)
     if form == "all":
         return lambda **o: group.all_gather(inputs[me], dim, **o), _expecting(expected)
     if form == "uneven":
@@ -107,19 +106,69 @@ def exchange(group: GroupCoordinator, model: Model) -> tuple[Start, Check]:
     me, n, dtype = group.rank_in_group, model.world_size, model.dtype()
     sizes = [[model.plan.choice((0, 1, 30, 5000)) for _ in range(n)] for _ in range(n)]
     inputs = [model.tensor((sum(sizes[rank]), 2), dtype, rank) for rank in range(n)]
-    expected = torch.cat([each.split(sizes[rank])[me].view(torch.uint8) for rank, each in enumerate(inputs)])
+    expected = joined([each.split(sizes[rank])[me] for rank, each in enumerate(inputs)])
     received = [sizes[rank][me] for rank in range(n)]
     return (
         lambda **o: group.all_to_all(inputs[me], 0, sizes[me], received, **o),
-        _expecting(expected.view(dtype)),
+        _expecting(expected),
     )
+
+
+def into_output(group: GroupCoordinator, model: Model) -> tuple[Start, Check]:
+    """Gather, reduce and scatter, or exchange into a tensor of the caller, which may be a part of the larger one."""
+    me, n, plan = group.rank_in_group, model.world_size, model.plan
+    form, rows, shares = (
+        plan.choice(("gather", "scatter", "exchange")),
+        model.count(60_000),
+        plan.random() < 0.3,
+    )
+    dtype = model.dtype(summed=form == "scatter")
+    if form == "exchange":
+        return _exchange_into_output(group, model, dtype, rows)
+    part, whole = (rows, 3), plan.choice(((n * rows, 3), (n, rows, 3), (n * rows * 3,)))
+    if form == "gather":
+        inputs = [model.tensor(part, dtype, rank) for rank in range(n)]
+        expected, output = joined(inputs).view(whole), torch.empty(whole, dtype=dtype)
+        given = output.view(n, -1)[me].view(part).copy_(inputs[me]) if shares else inputs[me]
+        start: Start = lambda **o: group.all_gather_into_tensor(output, given, **o)  # noqa: E731
+    else:
+        operation = _operation(model, dtype)
+        inputs = [model.tensor(whole, dtype, rank) for rank in range(n)]
+        expected, given = model.reduced(operation, inputs).view(n, *part)[me], inputs[me].clone()
+        output = given.view(n, *part)[me] if shares else torch.empty(part, dtype=dtype)
+        start = lambda **o: group.reduce_scatter_tensor(output, given, operation, **o)  # noqa: E731
+
+    def check(found: Any) -> None:
+        check_same(found, expected, f"{form} into an output")
+        check_same(output, expected, f"the output of {form}")
+        if not shares:
+            check_same(given, inputs[me], f"the input of {form} afterwards")
+
+    return start, check
+
+
+def _exchange_into_output(
+    group: GroupCoordinator, model: Model, dtype: torch.dtype, rows: int
+) -> tuple[Start, Check]:
+    me, n = group.rank_in_group, model.world_size
+    is_even = model.plan.random() < 0.5
+    sizes = [[rows if is_even else model.plan.choice((0, 1, 30, 5000)) for _ in range(n)] for _ in range(n)]
+    inputs = [model.tensor((sum(sizes[rank]), 2), dtype, rank) for rank in range(n)]
+    expected = joined([each.split(sizes[rank])[me] for rank, each in enumerate(inputs)])
+    output, stated = torch.empty_like(expected), () if is_even else ([each[me] for each in sizes], sizes[me])
+
+    def check(found: Any) -> None:
+        check_same(found, expected, "all_to_all_single")
+        check_same(output, expected, "the output of all_to_all_single")
+
+    return lambda **o: group.all_to_all_single(output, inputs[me], *stated, **o), check
 
 
 def _expecting(expected: Any) -> Check:
     return lambda found: check_same(found, expected, "the result")
 
 
-MAKERS = (reduction, reduction, scattering, gathering, spreading, exchange)
+MAKERS = (reduction, reduction, scattering, gathering, spreading, exchange, into_output)
 
 
 def tensors(group: GroupCoordinator, model: Model) -> None:
@@ -132,7 +181,7 @@ def asynchronous(group: GroupCoordinator, model: Model) -> None:
     """Start several collectives, send a message meanwhile, and wait in an order of this rank's own."""
     started = []
     for number in range(model.plan.randrange(1, 5)):
-        inner = Model(str(model.private(f"call {number}").random()), model.world_size)
+        inner = model.inner(f"call {number}")
         start, check = model.plan.choice(MAKERS)(group, inner)
         started.append((start(async_op=True), check))
     sender, receiver = model.rank(), model.rank()
@@ -156,7 +205,7 @@ def coalesced(group: GroupCoordinator, model: Model) -> None:
         [model.tensor((n * count,), dtype, rank, at) for at, (dtype, count) in enumerate(kinds)]
         for rank in range(n)
     ]
-    sums = [combined(ReduceOperation.SUM, [each[at] for each in given]) for at in range(len(kinds))]
+    sums = [model.reduced(ReduceOperation.SUM, [each[at] for each in given]) for at in range(len(kinds))]
     check_same(group.all_reduce_coalesced([each.clone() for each in given[me]]), sums, "all_reduce_coalesced")
     wholes = [torch.cat([each[at] for each in given]) for at in range(len(kinds))]
     check_same(group.all_gather_coalesced(given[me]), wholes, "all_gather_coalesced")
@@ -193,7 +242,7 @@ def scalars(group: GroupCoordinator, model: Model) -> None:
     check_same(group.all_sum(values[group.rank_in_group]).item(), sum(values), "all_sum")
     root, flag = model.rank(), model.plan.random() < 0.5
     check_same(group.broadcast_flag(flag == (group.rank_in_group == root), root), flag, "broadcast_flag")
-    group.barrier()
+    model.plan.choice((group.barrier, group.monitored_barrier))()
 
 
 def tensor_dict(group: GroupCoordinator, model: Model) -> None:
@@ -214,7 +263,10 @@ def dict_of(model: Model, *whose: object) -> dict[Any, Any]:
 
 
 def refused(group: GroupCoordinator, model: Model) -> None:
-    """Make calls that every rank must refuse, and look whether the group goes on."""
+    """Make calls that every rank must refuse, and look whether the group goes on.
+
+    Over several hosts a call in which the ranks differ ends the group: it is left out.
+    """
     sums = model.tensor((8,), torch.float32, "refused")
     try:
         group.broadcast(sums, model.world_size)
@@ -222,6 +274,8 @@ def refused(group: GroupCoordinator, model: Model) -> None:
         group.barrier()
     else:
         raise MismatchError("broadcast took a root that is no rank")
+    if model.is_apart:
+        return
     other = model.rank()
     try:
         group.all_reduce(sums[:4] if group.rank_in_group == other else sums)

@@ -8,16 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from coordinator.bootstrap.blocking_calls import finish_calls
 from coordinator.errors import ClosedError, CommError
 from coordinator.group import GroupCoordinator
-from tests.stress import collective_steps, message_steps, strike_steps
+from device_comm.cpu import shared_memory
+from tests.stress import collective_steps, engine_steps, message_steps, strike_steps
 from tests.stress.alarms import Alarms
-from tests.stress.message_steps import Queues
+from tests.stress.message_steps import CREATION_S, Queues
 from tests.stress.model import Model
 from tests.waiting import wait_until
 from tests.worlds import join_world, meet, world
 
-__all__ = ["StressError", "live"]
+__all__ = ["CREATES", "StressError", "live"]
 
 BATCH = 4
 """After so many steps rank 0 says whether the life goes on."""
@@ -41,11 +43,15 @@ def _without_queues(
     step(group, model)
 
 
+PLAIN = {**collective_steps.STEPS, **engine_steps.STEPS}
 STEPS: dict[str, Step] = {
-    **{name: partial(_without_queues, step) for name, (step, _) in collective_steps.STEPS.items()},
+    **{name: partial(_without_queues, step) for name, (step, _) in PLAIN.items()},
     **{name: step for name, (step, _) in message_steps.STEPS.items()},
 }
-WEIGHTS = [weight for table in (collective_steps.STEPS, message_steps.STEPS) for _, weight in table.values()]
+WEIGHTS = [weight for table in (PLAIN, message_steps.STEPS) for _, weight in table.values()]
+RENEWAL = "renewal"
+CREATES = {RENEWAL, *engine_steps.CREATES}
+"""The steps in which ranks create groups."""
 STRUCK = "calls that are struck"
 STRUCK_SHARE = 0.3
 """How many steps of a life in which handlers break groups are such calls."""
@@ -64,17 +70,16 @@ class Life:
         everyone: GroupCoordinator,
         seed: str,
         alarms: Alarms,
+        places: str,
         *,
         one_group: bool,
-        renews: bool = True,
         breaks: bool = False,
     ) -> None:
         """Create a group of all ranks with queues. Collective.
 
         With `one_group` the world's group is not used: where it breaks, the other one does not, and a rank that waits
-        in that one for a rank that has raised an error waits rightly. Without `renews` the group stays: Python runs a
-        handler between any two instructions, and what a creation has just opened stays open if it raises there.
-        With `breaks` some steps make groups of their own, in whose calls handlers raise.
+        in that one for a rank that has raised an error waits rightly. With `breaks` some steps make groups of their
+        own, in whose calls handlers raise.
         """
         self.step = 0
         self.doing = "creation"
@@ -82,7 +87,7 @@ class Life:
         self._seed = seed
         self._schedule = random.Random(seed)
         self._one_group = one_group
-        self._renews = renews
+        self._places = places
         self._breaks = breaks
         self._alarms = alarms
         self._renew()
@@ -102,6 +107,8 @@ class Life:
         places = (
             [chosen.randrange(2) for _ in range(world_size)] if chosen.random() < REMOTE else [0] * world_size
         )
+        if len(set(self._places)) > 1:
+            places = [0] * world_size  # the hosts say who shares memory
         place = places[self._everyone.rank_in_group]
         self.queues = Queues.create(self.group, self.step % world_size, self._alarms, place)
 
@@ -109,10 +116,10 @@ class Life:
         """Take the next step of the schedule."""
         self.step += 1
         self.doing = self._schedule.choices(list(STEPS), WEIGHTS)[0]
-        model = Model(f"{self._seed}/{self.step}", self._everyone.world_size)
+        model = Model(f"{self._seed}/{self.step}", self._places)
         group = self._everyone if self._schedule.random() < 0.2 and not self._one_group else self.group
-        if self._schedule.randrange(RENEWALS) == 0 and self._renews:
-            self.doing = "renewal"
+        if self._schedule.randrange(RENEWALS) == 0:
+            self.doing = RENEWAL
             self.group.barrier()  # a rank that leaves would take the others' unread messages with it
             self.group.destroy()
             self._renew()
@@ -137,6 +144,7 @@ def live(
     marks: str,
     culprits: list[int],
     kind: str,
+    places: str,
 ) -> dict[str, Any]:
     """Follow the schedule of `seed`. This is a function for `run_ranks`.
 
@@ -149,6 +157,7 @@ def live(
         marks: A directory in which each rank says that it is ready to be hit.
         culprits: Ranks that will be killed or interrupted.
         kind: How the life is disturbed, as in `LifePlan`.
+        places: The host on which each rank pretends to be, a letter each.
 
     Returns:
         How many steps were taken, and how they ended: "done", or the error, and when it came.
@@ -156,13 +165,14 @@ def live(
     Raises:
         StressError: A step ended otherwise than the model says.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    is_interrupted = "interrupted" in kind
-    alarms = Alarms(f"{seed}/alarms of rank {rank}", may_strike=not is_interrupted)
+    if len(set(places)) > 1:
+        shared_memory.host_id = lambda: f"host {places[rank]}"
+    alarms = Alarms(f"{seed}/alarms of rank {rank}", may_strike="interrupted" not in kind)
+    signal.signal(signal.SIGINT, alarms.interrupt)
     if not culprits:
         try:
             with world(rank, world_size, directory) as everyone:
-                life = Life(everyone, seed, alarms, one_group=False, breaks=kind == "struck")
+                life = Life(everyone, seed, alarms, places, one_group=False, breaks=kind == "struck")
                 _take_steps(life, alarms, seconds, seed, rank)
                 alarms.end()
                 life.group.barrier()
@@ -175,7 +185,7 @@ def live(
 
     found: dict[str, Any] = {"end": "done"}
     hits: list[int] = []
-    life = Life(get_world_group(), seed, alarms, one_group=True, renews=not is_interrupted)
+    life = Life(get_world_group(), seed, alarms, places, one_group=True)
     (Path(marks) / f"ready-{rank}").touch()
     try:
         _take_steps_until_hit(life, alarms, seed, rank, hits)
@@ -187,9 +197,8 @@ def live(
         found = _ending(error.__cause__)
         # A queue tells its own end only. A collective looks for the culprit, tells all others, and ends their waits.
         after = _ending(_error_of(life.group.barrier))
-        is_renewed = (
-            life.doing == "renewal"
-        )  # the former group is destroyed, and the next one may not be there
+        # The former group is destroyed, and the next one may not be there.
+        is_renewed = life.doing == RENEWAL
         if isinstance(error.__cause__, ClosedError) or not (after["peers"] or is_renewed):
             found = after
     finally:
@@ -203,6 +212,9 @@ def live(
         meet(rank, [other for other in range(world_size) if other not in culprits], Path(marks), "told")
     life.group.destroy()
     destroy_distributed_environment()
+    if len(set(places)) > 1:
+        # Gloo ends no attempt to connect before its deadline, which is that of the creation that has failed.
+        finish_calls(2 * CREATION_S)
     return {**found, "steps": life.step, "doing": life.doing}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.harness import run_ranks
 from tests.leaks import SHM
-from tests.stress.life import live
+from tests.stress.life import CREATES, live
 from tests.waiting import wait_until
 
 __all__ = ["LifePlan", "plan_of", "run_life"]
@@ -24,8 +24,8 @@ HANG_S = 120.0
 BLAME_S = 15.0
 """Within how many seconds of a kill each survivor must raise. It takes milliseconds, but the machine is busy."""
 HIT_AFTER_S = 1.5
-IN_CREATION = ("CommTimeoutError", "CapabilityError")
-"""How a creation may end besides: the first rank offers no memory any more, or one does not come in time."""
+APART = 0.4
+"""The share of lives whose ranks pretend to be on two hosts."""
 KINDS = ("healthy", "healthy", "killed", "interrupted", "all interrupted", "struck")
 
 
@@ -40,6 +40,7 @@ class LifePlan:
         seconds: How long it lasts unless it is hit.
         culprits: Ranks that are hit.
         hit_after_s: When, after all ranks are ready.
+        places: The host of each rank, a letter each.
     """
 
     seed: str
@@ -48,6 +49,7 @@ class LifePlan:
     seconds: float
     culprits: tuple[int, ...]
     hit_after_s: float
+    places: str
 
 
 def plan_of(seed: int, number: int, most_ranks: int, kind: str | None = None) -> LifePlan:
@@ -61,8 +63,12 @@ def plan_of(seed: int, number: int, most_ranks: int, kind: str | None = None) ->
         culprits = range(ranks)
     elif kind not in ("healthy", "struck"):
         culprits = chosen.sample(range(ranks), 2 if ranks > 3 and chosen.random() < 0.2 else 1)
-    hit_after_s = chosen.uniform(0.0, HIT_AFTER_S)
-    return LifePlan(name, kind, ranks, chosen.uniform(2.0, 6.0), tuple(sorted(culprits)), hit_after_s)
+    hit_after_s, seconds = chosen.uniform(0.0, HIT_AFTER_S), chosen.uniform(2.0, 6.0)
+    places = "A" * ranks
+    if chosen.random() < APART:
+        others = chosen.sample(range(ranks), chosen.randrange(1, ranks))
+        places = "".join("B" if rank in others else "A" for rank in range(ranks))
+    return LifePlan(name, kind, ranks, seconds, tuple(sorted(culprits)), hit_after_s, places)
 
 
 def run_life(plan: LifePlan) -> int:
@@ -84,6 +90,7 @@ def run_life(plan: LifePlan) -> int:
             marks,
             list(plan.culprits),
             plan.kind,
+            plan.places,
             timeout_s=plan.seconds + HANG_S,
             expect_dead=plan.culprits if plan.kind == "killed" else (),
             while_running=disturber.start,
@@ -103,14 +110,16 @@ def run_life(plan: LifePlan) -> int:
 
 
 def _judge(plan: LifePlan, rank: int, found: dict[str, Any] | None, hit_at: float) -> None:
-    said = f"life {plan.seed}, {plan.kind} {list(plan.culprits)}, rank {rank}: {found}"
+    said = f"life {plan.seed}, {plan.kind} {list(plan.culprits)} of {plan.places}, rank {rank}: {found}"
     if found is None or not plan.culprits:
         return
     if rank in plan.culprits and found["end"] == "KeyboardInterrupt":
         return
-    if found["doing"] == "renewal" and found["end"] in IN_CREATION:
-        return
-    if found["end"] not in ("PeerLostError", "GroupBrokenError") or found["blamed"] != "PeerLostError":
+    # A rank that is hit before others have seen it in a creation does not come: they miss it at the deadline.
+    is_late = found["doing"] in CREATES and found["end"] == "CommTimeoutError"
+    if not is_late and (
+        found["end"] not in ("PeerLostError", "GroupBrokenError") or found["blamed"] != "PeerLostError"
+    ):
         raise AssertionError(f"expected PeerLostError, or GroupBrokenError because of one. {said}")
     if not found["peers"] or not set(found["peers"]) <= set(plan.culprits):
         raise AssertionError(f"expected the culprits to be blamed, and nobody else. {said}")

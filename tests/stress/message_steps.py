@@ -9,7 +9,7 @@ from unittest import mock
 import msgspec
 import torch
 
-from coordinator import GroupCoordinator
+from coordinator import CapabilityError, GroupCoordinator, P2POperation
 from coordinator.queues import group_queues
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.endpoint import RemoteSettings
@@ -21,7 +21,7 @@ from tests.stress.collective_steps import dict_of
 from tests.stress.model import MismatchError, Model, check_same
 from tests.stress.queue_reads import PATIENCE_S, read_any, read_next
 
-__all__ = ["STEPS", "Queues"]
+__all__ = ["CREATION_S", "STEPS", "Queues"]
 
 RING_BYTES = 1 << 20
 """A quarter of the default, so that rings turn around often and more messages exceed half of one."""
@@ -96,7 +96,8 @@ def messages(group: GroupCoordinator, _: Queues, model: Model) -> None:
         kind = plan.choice(("tensor", "tensor", "object", "dict"))
         tag = plan.choice((0, 0, 1, 7)) if kind != "dict" else 0
         streams.setdefault((src, dst, kind, tag), []).append(number)
-        sent.append((src, dst, kind, tag, number, plan.choice((True, False))))
+        # Between hosts a call that sends may wait for its receiver, and here all ranks send first.
+        sent.append((src, dst, kind, tag, number, plan.choice((True, False)) and not model.is_apart))
     shapes = {each[4]: (model.count(), model.dtype()) for each in sent}
     handles: list[Any] = []
     for src, dst, kind, tag, number, waits in sent:
@@ -165,7 +166,13 @@ def _receive_dict(group: GroupCoordinator, src: int, *, is_plain: bool) -> objec
 
 
 def from_any(group: GroupCoordinator, _: Queues, model: Model) -> None:
-    """Let all ranks send tensors to one, which takes them as they come."""
+    """Let all ranks send tensors to one, which takes them as they come; between hosts it is told that it cannot."""
+    if model.is_apart:
+        try:
+            group.recv_any((1,), torch.float32)
+        except CapabilityError:
+            return
+        raise MismatchError("recv_any found a message of another host")
     me, n, plan = group.rank_in_group, model.world_size, model.plan
     receiver, count, dtype, tag = model.rank(), model.count(100_000), model.dtype(), plan.choice((0, 3))
     each = plan.randrange(1, 4)
@@ -182,6 +189,28 @@ def from_any(group: GroupCoordinator, _: Queues, model: Model) -> None:
         check_same(found, model.tensor((count,), dtype, src, got[src]), f"message {got[src]} of rank {src}")
         got[src] += 1
     group.barrier()
+
+
+def batch(group: GroupCoordinator, _: Queues, model: Model) -> None:
+    """Let every rank send and receive some tensors in one call, in an order of its own, and wait in another one."""
+    me, n, plan = group.rank_in_group, model.world_size, model.plan
+    sent = [(*plan.sample(range(n), 2), plan.choice((0, 0, 2))) for _ in range(plan.randrange(1, 3 * n))]
+    values = [model.tensor((model.count(60_000),), model.dtype(), number) for number, _ in enumerate(sent)]
+    found: dict[int, torch.Tensor] = {}
+    operations = []
+    for number, (src, dst, tag) in enumerate(sent):
+        if src == me:
+            operations.append(P2POperation(verb="isend", tensor=values[number], peer=dst, tag=tag))
+        elif dst == me:
+            found[number] = torch.empty_like(values[number])
+            operations.append(P2POperation(verb="irecv", tensor=found[number], peer=src, tag=tag))
+    handles = group.batch_isend_irecv(operations)
+    model.private(me).shuffle(handles)
+    for handle in handles:
+        handle.wait()
+    for number, tensor in found.items():
+        src, _dst, tag = sent[number]
+        check_same(tensor, values[number], f"tensor {number} of a batch from rank {src} with tag {tag}")
 
 
 def short(plan: random.Random, number: int) -> dict[str, Any]:
@@ -259,6 +288,7 @@ def answers(group: GroupCoordinator, queues: Queues, model: Model) -> None:
 STEPS = {
     "messages": (messages, 20),
     "from_any": (from_any, 6),
+    "batch": (batch, 6),
     "broadcast": (broadcast, 15),
     "several": (several, 8),
     "answers": (answers, 6),

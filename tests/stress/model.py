@@ -10,7 +10,7 @@ import torch
 
 from coordinator import ReduceOperation
 
-__all__ = ["MismatchError", "Model", "check_same", "combined"]
+__all__ = ["MismatchError", "Model", "check_same", "combined", "joined"]
 
 SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 MOVED = (*SUMMED, torch.uint8, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
@@ -25,11 +25,34 @@ class MismatchError(AssertionError):
 class Model:
     """What happens in one step of one life. Every rank derives the same from the same seed."""
 
-    def __init__(self, seed: str, world_size: int) -> None:
-        """Derive everything from `seed`, which names the life and the step."""
+    def __init__(self, seed: str, places: str) -> None:
+        """Derive everything from `seed`, which names the life and the step.
+
+        Args:
+            seed: The seed.
+            places: A letter for the host of each rank.
+        """
         self.plan = random.Random(seed)
-        self.world_size = world_size
+        self.places = places
+        self.world_size = len(places)
         self._seed = seed
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the ranks are on several hosts."""
+        return len(set(self.places)) > 1
+
+    def inner(self, what: str, places: str | None = None) -> "Model":
+        """Return the model of a part of the step, with a plan of its own, for ranks at these places or at the same."""
+        return Model(str(self.private(what).random()), places or self.places)
+
+    def reduced(self, operation: ReduceOperation, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the reduction that a collective must give: each host's ranks are combined first, then the hosts."""
+        hosts = [
+            [rank for rank, each in enumerate(self.places) if each == place]
+            for place in dict.fromkeys(self.places)
+        ]
+        return combined(operation, inputs, hosts)
 
     def rank(self) -> int:
         """Choose a rank."""
@@ -102,24 +125,46 @@ class Model:
         return source.randrange(source.choice((20, 3000, 3000, 100_000)))
 
 
-def combined(operation: ReduceOperation, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the reduction that the ranks must get: in rank order, halves in float32 with one rounding."""
+def combined(
+    operation: ReduceOperation, inputs: Sequence[torch.Tensor], hosts: Sequence[Sequence[int]] | None = None
+) -> torch.Tensor:
+    """Return a reduction in rank order, by the hosts of the ranks if these are given; halves in float32, rounded once.
+
+    A mean is divided once at the end.
+    """
     dtype = inputs[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = inputs[0].to(wide, copy=True)
-    for each in inputs[1:]:
-        match operation:
-            case ReduceOperation.PRODUCT:
-                total *= each.to(wide)
-            case ReduceOperation.MIN:
-                total = torch.minimum(total, each.to(wide))
-            case ReduceOperation.MAX:
-                total = torch.maximum(total, each.to(wide))
-            case _:
-                total += each.to(wide)
+    parts = [each.to(wide) for each in inputs]
+    total = _folded(
+        operation,
+        [_folded(operation, [parts[rank] for rank in ranks]) for ranks in hosts or [range(len(parts))]],
+    )
     if operation is ReduceOperation.MEAN:
         total /= len(inputs)
     return total.to(dtype)
+
+
+def _folded(operation: ReduceOperation, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for each in parts[1:]:
+        match operation:
+            case ReduceOperation.PRODUCT:
+                total *= each
+            case ReduceOperation.MIN:
+                total = torch.minimum(total, each)
+            case ReduceOperation.MAX:
+                total = torch.maximum(total, each)
+            case _:
+                total += each
+    return total
+
+
+def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Return the tensors one after the other; torch cannot concatenate all 8-bit floats, but their bytes."""
+    dtype = tensors[0].dtype
+    return torch.cat([each.view(torch.uint8) if dtype.itemsize == 1 else each for each in tensors], dim).view(
+        dtype
+    )
 
 
 def check_same(found: Any, expected: Any, what: str) -> None:

@@ -30,7 +30,7 @@ def calls(everyone: GroupCoordinator, alarms: Alarms, model: Model, name: str) -
     )
     everyone.barrier()  # a rank that is still inside of the creation would rightly be told that the group is broken
     for number in range(model.plan.randrange(1, MOST_CALLS)):
-        inner = Model(str(model.private(f"call {number}").random()), model.world_size)
+        inner = model.inner(f"call {number}")
         victim, kind = inner.rank(), inner.plan.choice(sorted(CALLS))
         try:
             CALLS[kind](group, alarms, inner, victim)
@@ -87,12 +87,18 @@ def _collective(group: GroupCoordinator, alarms: Alarms, model: Model, victim: i
     if group.rank_in_group != victim:
         call()
     else:
-        before = begun(group)
+        number = _numbers if model.is_apart else begun
+        before = number(group)
         _struck(group, alarms, call)
-        if not taken and begun(group) == before:
+        if not taken and number(group) == before:
             call()  # the strike came before the call had begun
     for found in taken:
         check(found)
+
+
+def _numbers(group: GroupCoordinator) -> int:
+    """Return how many collectives a rank has begun on both planes of a group over several hosts."""
+    return sum(int(repr(each).strip("count()")) for each in group._health._numbers.values())
 
 
 def _received(
@@ -130,7 +136,7 @@ def _object(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) 
 def _tensor(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) -> None:
     src, dtype = (victim + 1) % model.world_size, model.dtype()
     expected = model.tensor((model.count(),), dtype, "sent")
-    if model.plan.random() < 0.5:
+    if model.is_apart or model.plan.random() < 0.5:
         receive: Callable[[], Any] = lambda: group.recv(expected.shape, dtype, src)  # noqa: E731
     else:
         receive = lambda: group.recv_any(expected.shape, dtype)[0]  # noqa: E731

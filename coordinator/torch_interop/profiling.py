@@ -68,7 +68,8 @@ def profiling() -> Iterator[None]:
     Each call is a record `group_coordinator::all_reduce on tp:0`, with the unique name of the group; one that makes
     others is recorded once. A record of an asynchronous call ends when its handle is returned, and one in the group's
     own thread shows the call itself if the profiler records all threads. On an accelerator a record is the time that it
-    takes to queue the call. A small call takes about 25 us longer, and what torch has compiled is compiled once more.
+    takes to queue the call. A call takes longer by what the profiler takes for a record, and what torch has compiled is
+    compiled once more.
 
     Not collective. It may be nested, and used by several threads. A signal handler that raises in the microseconds
     between a message's arrival and the end of its record loses the message.

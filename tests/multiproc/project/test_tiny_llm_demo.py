@@ -212,7 +212,6 @@ def test_the_demo_trains_its_own_model_and_ends_with_ok() -> None:
     assert "generating with TP 1 x PP 2 again" in done.stderr
 
 
-@pytest.mark.thorough
 def test_the_printed_command_watches_a_demo_that_holds(tmp_path: Path) -> None:
     """The command, run as printed while the demo serves again and again, shows calls of all ranks."""
     model = random_checkpoint(tmp_path / "model", CONFIG)

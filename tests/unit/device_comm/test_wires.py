@@ -1,16 +1,13 @@
-"""Connections between leaders: what moves in which order, and what a peer that is late, dead or wrong leads to."""
+"""Connections between leaders: what moves in which order. What faults lead to is in `test_wire_faults.py`."""
 
 import os
 import socket
-import struct
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from device_comm.cpu.several_hosts.wires import Swap, Wire, WireError
-from tests.waiting import wait_until
 
 # More than the kernel keeps for one connection: the sender waits for the receiver.
 LARGE = 32 << 20
@@ -111,43 +108,6 @@ def test_memory_is_kept_until_it_has_been_sent_and_filled(pair: Pair) -> None:
 
 
 @pytest.mark.guarantee("D95")
-def test_a_late_peer_is_waited_for_in_slices(pair: Pair) -> None:
-    """`poll` returns False when its slice has passed, and the next one goes on."""
-    one, other = pair.ends
-    into = memory(4)
-    one.receive(into)
-    swap = Swap([one])
-    start = time.monotonic()
-    assert not swap.poll(0.05)
-    assert time.monotonic() - start >= 0.05
-    assert swap.pending() is None
-    other.send(memoryview(b"late"))
-    Swap([other]).begin()
-    assert swap.poll(PROMPT_S)
-    assert bytes(into) == b"late"
-
-
-@pytest.mark.guarantee("D95")
-@pytest.mark.parametrize("how", ["closed", "reset"])
-def test_a_dead_peer_is_named(pair: Pair, how: str) -> None:
-    """Whether its kernel ended the connection in order or not; a message that was cut counts for nothing."""
-    one, other = pair.ends
-    other.send(memoryview(b"half"))
-    Swap([other]).begin()
-    if how == "reset":
-        pair.sockets[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        pair.sockets[1].close()
-    else:
-        other.close()
-    one.receive(memory(8))
-    swap = Swap([one])
-    with pytest.raises(WireError, match="rank 5"):
-        finish(swap)
-    assert swap.pending() == (5,)
-    assert one.done == [0, 0]
-
-
-@pytest.mark.guarantee("D95")
 def test_a_sender_to_a_peer_that_closed_fails_without_a_signal(pair: Pair) -> None:
     """SIGPIPE would end a process of an application that has given it its default meaning."""
     one, other = pair.ends
@@ -161,18 +121,6 @@ def test_a_sender_to_a_peer_that_closed_fails_without_a_signal(pair: Pair) -> No
 
     with pytest.raises(WireError, match="rank 5"):
         send_on()
-
-
-@pytest.mark.guarantee("D95")
-def test_a_peer_that_sends_too_little_is_waited_for_until_the_deadline(pair: Pair) -> None:
-    """Nobody takes a part for a whole; what comes behind it would fill the rest."""
-    one, other = pair.ends
-    other.send(memoryview(b"abc"))
-    Swap([other]).begin()
-    into = memory(4)
-    one.receive(into)
-    assert not Swap([one]).poll(0.1)
-    assert one.done == [0, 0]
 
 
 @pytest.mark.guarantee("D95")
@@ -197,37 +145,6 @@ def test_nothing_is_read_behind_a_message_that_a_check_refuses(pair: Pair) -> No
     assert seen == [b"header"]
     assert swap.poll(0.05)
     assert bytes(into) == b"untouched"
-
-
-@pytest.mark.guarantee("D95")
-@pytest.mark.parametrize("end", [0, 1])
-def test_an_abort_ends_a_wait_here_and_at_the_other_end(pair: Pair, end: int) -> None:
-    """Of both ends, whichever one shuts the connection while the other moves a large message."""
-    one, other = pair.ends
-    one.send(memory(LARGE))
-    other.receive(memory(2 * LARGE))
-    swaps = Swap([one]), Swap([other])
-    errors: list[WireError] = []
-
-    def wait(swap: Swap) -> None:
-        try:
-            while not swap.poll(0.05):
-                pass
-            swap.poll(0.0)
-        except WireError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=wait, args=(swap,)) for swap in swaps]
-    threads[1].start()
-    wait_until(lambda: other.queued[1] == 1, "the receiver waits")
-    threads[0].start()
-    time.sleep(0.05)
-    pair.ends[end].shut()
-    for thread in threads:
-        thread.join(PROMPT_S)
-        assert not thread.is_alive()
-    # The sender may have given all of it to its kernel.
-    assert len(errors) in (1, 2)
 
 
 def test_a_forked_child_leaves_the_connection_to_its_parent(pair: Pair) -> None:

@@ -62,6 +62,9 @@ def test_the_manifest_fits_the_schema_of_the_controller() -> None:
         (CONTAINER, "command", "python"),
         ((*CONTAINER, "env", 0), "value", 600),
         ((*CONTAINER, "ports", 0), "containerPort", "29500"),
+        ((*CONTAINER, "volumeMounts", 0), "mountPath", None),
+        ((*POD, "volumes", 0), "emptydir", {}),
+        ((*POD, "volumes", 0, "emptyDir"), "size", "1Gi"),
     ],
 )
 def test_the_schema_finds_mistakes(path: tuple[str | int, ...], name: str, value: Any) -> None:
@@ -95,3 +98,14 @@ def test_every_gpu_has_a_rank() -> None:
     assert (
         command[command.index("--processes") + 1] == at((*CONTAINER, "resources", "limits"))["nvidia.com/gpu"]
     )
+
+
+def test_the_ranks_of_a_pod_have_room_in_dev_shm() -> None:
+    """NCCL needs it for eight GPUs: the 64 MiB of a container may not do. It is memory, and the pod may use so much."""
+    (mount,) = at((*CONTAINER, "volumeMounts"))
+    (volume,) = at((*POD, "volumes"))
+    assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
+    assert volume["emptyDir"]["medium"] == "Memory"
+    room, memory = volume["emptyDir"]["sizeLimit"], at((*CONTAINER, "resources", "limits"))["memory"]
+    assert room.endswith("Gi")
+    assert 1 <= int(room.removesuffix("Gi")) < int(memory.removesuffix("Gi"))

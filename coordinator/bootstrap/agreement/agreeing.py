@@ -56,6 +56,8 @@ LOOK_EVERY_S: Final = 1.0
 # After a failure a rank keeps the store alive at most this long, so that the others can read the outcome. The last rank
 # to come gets this long behind a deadline to write it.
 LINGER_S: Final = 1.0
+# So long a rank that takes no part lingers: its own error has to come within a second.
+_DECLINED_S: Final = 0.5
 # The first pause between two looks at how many have read a failure, of which each is twice as long as the one before:
 # this long, or longer in a large group, for the store takes about 6 us for an answer and gets one question of each rank
 # in a pause. In `LINGER_S` a rank looks six times at most.
@@ -157,7 +159,7 @@ def agree(
 def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
     """Tell the others why this rank takes no part in an agreement, unless they have decided it before.
 
-    Takes up to `LEAVE_S`, and `LINGER_S` for others to read it: this process may serve the store.
+    Takes up to `LEAVE_S`, and `_DECLINED_S` for others to read it: this process may serve the store.
 
     Args:
         store: As of `agree`, and so the next two.
@@ -172,7 +174,7 @@ def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
             f"creating {what} (rank {rank})",
             LEAVE_S,
         )
-        time.sleep(LINGER_S)
+        time.sleep(_DECLINED_S)
 
 
 @contextmanager

@@ -322,6 +322,7 @@ def test_a_masters_name_for_loopback_is_refused_on_its_host(found: Found) -> Non
         assert each["kind"] == "UsageError", each
         for word in ("alpha", "127.0.1.1", "/etc/hosts"):
             assert word in each["text"]
+        assert each["seconds"] < 1.0, each
     for each in ranks[2:]:
         assert (each["kind"], each["missing"]) == ("CommTimeoutError", [0]), each
 
@@ -357,6 +358,7 @@ def test_a_name_for_loopback_beside_an_agents_store_is_told_to_all(more: Found) 
     for each in ranks[:2]:
         assert each["kind"] == "UsageError", each
         assert "/etc/hosts" in each["text"]
+        assert each["seconds"] < 1.0, each
     for each in ranks[2:]:
         assert each["kind"] == "CapabilityError", each
         assert "/etc/hosts" in each["text"]

@@ -50,6 +50,24 @@ LATE, KEEPALIVES = "barrier long after", "barrier without beats"
 
 Call = Callable[[GroupCoordinator, int], Any]
 
+QUEUES = ["enqueue", "dequeue"]
+# The end of a queue that this rank uses in the present scenario.
+_end: list[Any] = []
+
+
+def open_queue(group: GroupCoordinator, name: str, lost: int) -> None:
+    """Make the queue of a scenario: from rank `lost` to all others, or from each rank to that one."""
+    if name == "dequeue":
+        _end[:] = [group.create_mq_broadcaster(lost)]
+    elif name == "enqueue":
+        _end[:] = [group.create_single_reader_mq_broadcasters(lost)[0]]
+
+
+def enqueue_until_full() -> None:
+    while True:
+        _end[0].enqueue(bytes(LARGE // 64), 60.0)
+
+
 CALLS: dict[str, Call] = {
     "barrier": lambda group, lost: group.barrier(),
     "all_reduce": lambda group, lost: group.all_reduce(small()),
@@ -58,6 +76,20 @@ CALLS: dict[str, Call] = {
     "recv": lambda group, lost: group.recv(torch.Size([8]), torch.float32, lost),
     "send": lambda group, lost: group.send(torch.ones(LARGE // 4), lost),
     "recv_object for ever": lambda group, lost: group.recv_object(lost),
+    "all_gather": lambda group, lost: group.all_gather(small()),
+    "reduce_scatter": lambda group, lost: group.reduce_scatter(torch.ones(12)),
+    "all_to_all": lambda group, lost: group.all_to_all(torch.ones(12)),
+    "gather": lambda group, lost: (group.gather(small(), (lost + 2) % 6), group.barrier()),
+    "gather of much": lambda group, lost: group.gather(torch.ones(LARGE // 4), lost),
+    "scatter": lambda group, lost: group.scatter(torch.empty(1), None, lost),
+    "send_object": lambda group, lost: group.send_object(bytes(LARGE), lost),
+    "broadcast_tensor_dict": lambda group, lost: group.broadcast_tensor_dict(None, lost),
+    "send_tensor_dict": lambda group, lost: group.send_tensor_dict({"x": torch.ones(LARGE // 4)}, lost),
+    "recv_tensor_dict": lambda group, lost: group.recv_tensor_dict(lost),
+    "wait for irecv": lambda group, lost: group.device_communicator.irecv(torch.empty(8), lost).wait(),
+    "wait for all_reduce": lambda group, lost: group.all_reduce(small(), async_op=True).wait(),
+    "enqueue": lambda group, lost: enqueue_until_full(),
+    "dequeue": lambda group, lost: _end[0].dequeue(60.0),
     LATE: lambda group, lost: group.barrier(),
     KEEPALIVES: lambda group, lost: group.barrier(),
     "create": lambda group, lost: new_group(group, "late", create_timeout_s=60.0),
@@ -94,6 +126,7 @@ def lose(group: GroupCoordinator, rank: int, directory: Path, host: int, name: s
     found = dict[str, Any]()
     first, place = 2 * host, f"{name} {host}".replace(" ", "-")
     told = directory / f"cut-{place}"
+    open_queue(group, name, first)
     meet(rank, RANKS, directory, f"begin-{place}")
     if rank // 2 == host:
         if rank == first:
@@ -148,6 +181,7 @@ def run(name: str, host: int, port: int, rank: int, directory: Path) -> dict[str
             cut("up")
         meet(rank, RANKS, directory, f"up-{port}")
     del group
+    _end.clear()
     gc.collect()
     found["leaks"] = leaked_since(before)
     return found
@@ -213,12 +247,19 @@ def ends(words: str, dead: Collection[int] = ()) -> list[list[dict[str, Any]]]:
 
 
 def assert_named(
-    found: list[dict[str, Any]], host: int, bound_s: float, again: str = "GroupBrokenError"
+    found: list[dict[str, Any]],
+    host: int,
+    bound_s: float,
+    again: str = "GroupBrokenError",
+    *,
+    by_queue: bool = False,
 ) -> None:
     survivors = [each for each in found if "kind" in each]
     assert len(survivors) == 4
     for each in survivors:
-        assert (each["kind"], each["peers"]) == ("PeerLostError", [2 * host, 2 * host + 1]), each
+        assert each["kind"] == "PeerLostError", each
+        # A queue loses the rank at its other end, mostly before the links know of the host.
+        assert each["peers"] in ([[2 * host]] if by_queue else []) + [[2 * host, 2 * host + 1]], each
         assert each["again"] == again, each
         assert each["late_s"] < bound_s, each
         # torch's wait in a store that has vanished cannot be ended: an agreement's thread stays until its deadline.
@@ -227,8 +268,8 @@ def assert_named(
 
 @pytest.fixture(scope="module")
 def sample() -> list[list[dict[str, Any]]]:
-    """Run three scenarios in one set of processes, of which rank 5 dies in the last one."""
-    return ends("barrier/2,all_reduce/0,quiet/2", dead=[5])
+    """Run scenarios in one set of processes, of which rank 5 dies in the last one."""
+    return ends("barrier/2,all_reduce/0,wait for all_reduce/2,dequeue/2,quiet/2", dead=[5])
 
 
 Sample = list[list[dict[str, Any]]]
@@ -237,14 +278,19 @@ Sample = list[list[dict[str, Any]]]
 @pytest.mark.guarantee("V1")
 @pytest.mark.guarantee("V2")
 def test_a_host_that_vanishes_is_named_by_all_survivors(sample: Sample) -> None:
-    """It is named in a barrier, and if it served the world's store in a sum. The deadlines are a minute."""
-    barrier, total, _ = sample
+    """It is named in a barrier, and if it served the world's store in a sum. The deadlines are a minute.
+
+    So it is where a handle is waited for, and in a queue, which may name the writer alone.
+    """
+    barrier, total, waited, read, _ = sample
     assert_named(barrier, 2, PROMPT_S)
     # Who is cut off names hosts too, with all of their ranks: the one that it notices first, or both at once.
     (cut_off,) = [each["cut off"] for each in barrier if "cut off" in each]
     assert cut_off["kind"] == "PeerLostError"
     assert cut_off["peers"] in ([0, 1], [2, 3], [0, 1, 2, 3])
     assert_named(total, 0, PROMPT_S)
+    assert_named(waited, 2, PROMPT_S)
+    assert_named(read, 2, PROMPT_S, by_queue=True)
 
 
 @pytest.mark.guarantee("V3")
@@ -304,11 +350,15 @@ def test_destroy_waits_for_no_vanished_host(host: int) -> None:
 @pytest.mark.parametrize("host", [0, 2])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_vanished_host_is_named_within_a_second_of_its_time(name: str, host: int) -> None:
-    """All of its ranks and no others are named in every call, also if the host served the world's store."""
+    """All of its ranks and no others are named in every call, also if the host served the world's store.
+
+    A queue may name the rank at its other end alone.
+    """
     (found,) = ends(f"{name}/{host}")
     # The group that is not created breaks no other one: that finds the same when it waits.
     bound_s = IDLE_S if name == KEEPALIVES else PROMISED_S
-    assert_named(found, host, bound_s, "PeerLostError" if name == "create" else "GroupBrokenError")
+    again = "PeerLostError" if name == "create" else "GroupBrokenError"
+    assert_named(found, host, bound_s, again, by_queue=name in QUEUES)
 
 
 APART = {"pause": pause, "ring": lose_in_ring}

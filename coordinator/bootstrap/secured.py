@@ -6,8 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
+from itertools import chain, repeat
 from typing import Annotated, Final
 
 import msgspec
@@ -33,9 +33,8 @@ _ANSWER_S: Final = 2.0
 _TRY_S: Final = 3.0
 _PROBE_S: Final = 0.25
 _PAUSE_S: Final = 0.05
-# A rank asks the launcher's store for the hint once in this time; a call that is given up leaves a thread for as long.
-_SLICE_S: Final = 1.0
-_LEAST_S: Final = 0.001  # torch takes less for "without limit"
+# Between looks for the hint in a store that is served: most ranks come within a second of rank 0.
+_PAUSES_S: Final = (0.1, 0.2, 0.4, 1.0)
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -207,23 +206,21 @@ _UNTRUSTED: Final = " (whoever reaches that store may have changed it)"
 def _await_hint(place: Place, outer: dist.Store, timeout_s: float, over: threading.Event) -> Hint:
     """Return the hint once rank 0 has told it.
 
-    Asks a store that is served over a network for one thing, and one more for each second that rank 0 is late:
-    thousands of ranks may wait. If the caller waits no longer, this ends within that second.
+    Looks again and again: nothing could end a wait in the store, and torch warns of one that ends without a value. In a
+    store that is served over a network, where thousands of ranks may wait, there are four looks in the first second
+    and one in each further one.
     """
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            if is_local(outer):
-                _poll_hint(place, outer, timeout_s, over)
-            else:
-                outer.wait([_HINT], timedelta(seconds=max(min(_SLICE_S, end - time.monotonic()), _LEAST_S)))
-            break
-        except dist.DistStoreError as error:
-            if time.monotonic() >= end:
-                raise _untold(place, timeout_s) from error
-            over.wait(_PAUSE_S)  # a store that fails at once is not asked at once again
+    start = time.monotonic()
+    pauses = repeat(0.0) if is_local(outer) else chain(_PAUSES_S, repeat(_PAUSES_S[-1]))
+    while not outer.check([_HINT]):
+        waited_s = time.monotonic() - start
+        if waited_s >= timeout_s:
+            raise CommTimeoutError(
+                f"{place.where}: rank 0 has not told the launcher's store within {timeout_s:.1f} s where it serves",
+                missing=(0,),
+            )
+        over.wait(min(max(next(pauses), pause_after(waited_s)), timeout_s - waited_s))
         _check_awaited(place, over)
-    _check_awaited(place, over)
     content = outer.get(_HINT)
     try:
         hint = _hint_decoder.decode(content[:_LONGEST_HINT])
@@ -233,21 +230,3 @@ def _await_hint(place: Place, outer: dist.Store, timeout_s: float, over: threadi
             f"{place.where}: what the launcher's store holds is no endpoint of rank 0{_UNTRUSTED}: {error}"
         ) from error
     return hint
-
-
-def _poll_hint(place: Place, outer: dist.Store, timeout_s: float, over: threading.Event) -> None:
-    """Return once a store that costs no server anything holds the hint. Not a wait in it, which nothing could end."""
-    start = time.monotonic()
-    while not outer.check([_HINT]):
-        waited_s = time.monotonic() - start
-        if waited_s >= timeout_s:
-            raise _untold(place, timeout_s)
-        over.wait(pause_after(waited_s))
-        _check_awaited(place, over)
-
-
-def _untold(place: Place, timeout_s: float) -> CommTimeoutError:
-    return CommTimeoutError(
-        f"{place.where}: rank 0 has not told the launcher's store within {timeout_s:.1f} s where it serves",
-        missing=(0,),
-    )

@@ -121,8 +121,8 @@ def connected(agent: int) -> dist.Store:
 @pytest.mark.guarantee("D92")
 @pytest.mark.slow
 @pytest.mark.parametrize("late_s", [0.0, 2.5])
-def test_a_rank_asks_the_launchers_store_once_a_second_for_the_hint(agent: int, late_s: float) -> None:
-    """And for the hint itself. All ranks wait at once, of which there may be thousands. Rank 0 tells it one thing."""
+def test_a_rank_seldom_asks_the_launchers_store_for_the_hint(agent: int, late_s: float) -> None:
+    """Four times in the first second, then once in each, and for the hint itself: thousands may wait at once."""
     traffic = {rank: Traffic() for rank in range(4)}
     stores: dict[int, Any] = {
         rank: CountingStore(lambda: connected(agent), traffic[rank]) for rank in traffic
@@ -147,7 +147,8 @@ def test_a_rank_asks_the_launchers_store_once_a_second_for_the_hint(agent: int, 
         store.close()
     assert len(traffic[0].names) == 1
     for rank in (1, 2, 3):
-        assert 2 <= len(traffic[rank].names) <= 2 + int(waited_s[rank]), traffic
+        looks = 1 + sum(waited_s[rank] >= past_s for past_s in (0.1, 0.3, 0.7)) + int(waited_s[rank] - 0.7)
+        assert 2 <= len(traffic[rank].names) <= looks + 1, traffic
 
 
 def test_a_rank_that_waits_in_the_launchers_store_names_rank_0_at_the_deadline(agent: int) -> None:
@@ -160,7 +161,7 @@ def test_a_rank_that_waits_in_the_launchers_store_names_rank_0_at_the_deadline(a
 def test_a_rank_that_is_interrupted_while_it_waits_does_not_join_when_the_hint_comes(
     agent: int,
 ) -> None:
-    """The call ends at once and its thread within a second, and rank 0 never hears of this rank."""
+    """The call and its thread end at once, and rank 0 never hears of this rank."""
     outer = connected(agent)
 
     def strike() -> None:
@@ -172,7 +173,6 @@ def test_a_rank_that_is_interrupted_while_it_waits_does_not_join_when_the_hint_c
             meet_by_hint(
                 place(1), outer, HERE, CoordinatorSettings.resolve({}, create_timeout_s=DEADLINE_S), strike
             )
-        assert sleeping_in("_await_hint") == 1
         wait_until(lambda: not sleeping_in("_await_hint"), "the end of the thread", DEADLINE_S)
         connected(agent).set(meeting._HINT, json.dumps({"address": HERE, "port": store.port}))
         assert ranks_of(store) == [0]

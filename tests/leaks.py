@@ -39,6 +39,7 @@ class Snapshot:
     Attributes:
         descriptors: Target of each open descriptor.
         threads: Python threads that are alive.
+        natives: Names of the threads of Gloo, ZeroMQ and torch's stores, which Python does not know.
         processes: Ids of all processes of the machine, or nothing if this process has no children.
         shm: Names in /dev/shm.
         directories: Temporary directories of the product.
@@ -46,6 +47,7 @@ class Snapshot:
 
     descriptors: dict[int, str]
     threads: frozenset[threading.Thread]
+    natives: dict[int, str]
     processes: frozenset[int]
     shm: frozenset[str]
     directories: frozenset[str]
@@ -57,6 +59,7 @@ class Snapshot:
         return cls(
             descriptors=_descriptors(),
             threads=frozenset(threading.enumerate()),
+            natives=_natives(),
             processes=frozenset(_processes() if _has_children() else ()),
             shm=frozenset(_names(SHM)),
             directories=frozenset(
@@ -92,8 +95,8 @@ def leaked_since(
 def without_stuck_message(leaks: Sequence[str]) -> list[str]:
     """Return what a rank has left behind, without what Gloo keeps of a message that broke in the middle of its copy.
 
-    That is a thread which waits for the end of the message, and descriptors of the connections of its group (G9 in
-    `coordinator/DESIGN.md`). If no such thread is left, nothing is taken away.
+    That is a thread which waits for the end of the message, and of its group's connections the descriptors and Gloo's
+    thread (G9 in `coordinator/DESIGN.md`). If no such thread is left, nothing is taken away.
     """
 
     def is_stuck(leak: str) -> bool:
@@ -101,7 +104,9 @@ def without_stuck_message(leaks: Sequence[str]) -> list[str]:
 
     if not any(map(is_stuck, leaks)):
         return list(leaks)
-    of_gloo = re.compile(r"descriptor \d+ -> (pipe:|socket:|anon_inode:\[eventpoll\])")
+    of_gloo = re.compile(
+        r"descriptor \d+ -> (pipe:|socket:|anon_inode:\[eventpoll\])|native thread \d+ 'gloo_tcp_loop'"
+    )
     return [leak for leak in leaks if not is_stuck(leak) and not of_gloo.match(leak)]
 
 
@@ -137,6 +142,11 @@ def _compare(before: Snapshot, now: Snapshot, descriptors: set[int], children: s
         for thread in sorted(now.threads - before.threads, key=lambda thread: thread.name)
         if not thread.daemon or thread.name.startswith(TEMP_PREFIX)
     ]
+    leaks += [
+        f"native thread {number} {name!r}"
+        for number, name in sorted(now.natives.items())
+        if before.natives.get(number) is None
+    ]
     # Only new processes are asked for their parent: to ask all of them took 2 ms, twice for every test.
     new = sorted(now.processes - before.processes - children)
     leaks += [f"child {pid}: {_command(pid)}" for pid in new if _parent_of(pid) == os.getpid()]
@@ -151,6 +161,30 @@ def _stack_of(thread: threading.Thread) -> str:
     return (
         ", at\n" + "".join(traceback.format_stack(frame)) if frame is not None else ", which has just ended"
     )
+
+
+def _natives() -> dict[int, str]:
+    """Return the names of the threads that Python does not know and that their library has named.
+
+    Those of Gloo, of torch and of ZeroMQ have names, and the product starts none of its own. What is left has the name
+    of the process: the pools of OpenMP and BLAS, which start with the first large operation, or an import, and stay.
+    """
+    found = {}
+    known = {thread.native_id for thread in threading.enumerate()}
+    for number in {int(entry) for entry in os.listdir("/proc/self/task")} - known:
+        name = _name_of(number)
+        if name not in ("", _name_of(os.getpid())):
+            found[number] = name
+    return found
+
+
+def _name_of(number: int) -> str:
+    """Return the name of one of our threads; nothing if it has just ended."""
+    try:
+        with open(f"/proc/self/task/{number}/comm") as file:
+            return file.read().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _descriptors() -> dict[int, str]:

@@ -213,8 +213,8 @@ def live(
     life.group.destroy()
     destroy_distributed_environment()
     if len(set(places)) > 1:
-        # Gloo ends no attempt to connect before its deadline, which is that of the creation that has failed.
-        finish_calls(2 * CREATION_S)
+        # Gloo goes on to connect to a rank that has died for up to five times the deadline of the creation.
+        finish_calls(6 * CREATION_S)
     return {**found, "steps": life.step, "doing": life.doing}
 
 

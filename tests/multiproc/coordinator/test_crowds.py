@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
+from tests.queue_ranks import DEADLINE_S, Marks, offer, take
 from tests.worlds import world
 
 RANKS = 16
@@ -21,12 +22,12 @@ ROUNDS = 60
 ELEMENTS = (1, 1 << 10, 1 << 14)
 
 
-def crowded(rank: int, world_size: int, directory: Path) -> int:
+def crowded(rank: int, world_size: int, directory: Path, rounds: int = ROUNDS) -> int:
     """Mix the calls of a step many times; return how often this rank's results were right."""
     torch.set_num_threads(1)
     right = 0
     with world(rank, world_size, directory) as everyone:
-        for number in range(ROUNDS):
+        for number in range(rounds):
             everyone.barrier()
             elements = ELEMENTS[number % len(ELEMENTS)]
             summed = everyone.all_reduce(torch.full((elements,), float(rank + number)))
@@ -59,3 +60,39 @@ def test_a_crowd_beside_busy_loops_gets_every_result() -> None:
     """
     with busy_cores():
         assert run_ranks(crowded, RANKS, timeout_s=120.0) == [ROUNDS] * RANKS
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("D72")
+@pytest.mark.parametrize("ranks", [2, 4, 8, 32, 64, 128])
+def test_a_crowd_of_any_size_beside_busy_loops_gets_every_result(ranks: int) -> None:
+    """It takes less than a minute, starts and ends included, with fewer rounds the more ranks there are."""
+    rounds = min(ROUNDS, 640 // ranks)
+    with busy_cores():
+        assert run_ranks(crowded, ranks, rounds, timeout_s=60.0) == [rounds] * ranks
+
+
+def read_all(rank: int, world_size: int, directory: Path, messages: int) -> int:
+    """Write to a queue that all other processes read, or read from it; return how many messages were right."""
+    marks = Marks(directory)
+    if rank == 0:
+        with offer(marks, range(1, world_size)) as writer:
+            writer.wait_until_ready(DEADLINE_S)
+            for number in range(messages):
+                writer.enqueue([number, bytes(number * 100)], DEADLINE_S)
+            for other in range(1, world_size):
+                marks.wait(f"read-{other}")
+        return messages
+    with take(marks, rank) as reader:
+        found = [reader.dequeue(DEADLINE_S) for _ in range(messages)]
+        marks.mark(f"read-{rank}")
+    return sum(each == [number, bytes(number * 100)] for number, each in enumerate(found))
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("D72")
+def test_64_readers_of_a_queue_beside_busy_loops_get_every_message() -> None:
+    """Each reads all of them, in order and whole, and no call runs into its time-out."""
+    messages = 300
+    with busy_cores():
+        assert run_ranks(read_all, 65, messages, timeout_s=60.0) == [messages] * 65

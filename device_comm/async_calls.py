@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -18,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from device_comm.health import GroupHealth
+from device_comm.health import SLICE_S, GroupHealth
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, GroupBrokenError, UsageError
 from shm_broadcast.threads import DaemonThread
 from shm_broadcast.timeouts import AnyTimeout, seconds
@@ -224,11 +226,12 @@ class CallHandle(Generic[Result]):
                 raise UsageError(
                     f"{self._health.where(self._name)}: a callback of the group's own thread cannot wait for it"
                 )
-            # Ctrl-C interrupts a plain lock's acquire. It ends this wait, not the call.
-            if not self._done.acquire(
-                timeout=-1 if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
-            ):
-                return False
+            # Ctrl-C interrupts a plain lock's acquire. It ends this wait, not the call. A signal that comes just before
+            # the acquire sleeps interrupts nothing, so that its handler runs when the slice is over.
+            end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+            while not self._done.acquire(timeout=max(0.0, min(SLICE_S, end_s - time.monotonic()))):
+                if time.monotonic() >= end_s:
+                    return False
             self._done.release()
         return True
 

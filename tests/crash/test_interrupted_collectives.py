@@ -1,8 +1,9 @@
 """Exceptions of signal handlers that strike at the beginning of a collective, and collectives called by handlers."""
 
+import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,14 @@ from unittest import mock
 import pytest
 import torch
 
-from coordinator import DisagreementError, GroupBrokenError, GroupCoordinator, PeerLostError, UsageError
+from coordinator import (
+    CallHandle,
+    DisagreementError,
+    GroupBrokenError,
+    GroupCoordinator,
+    PeerLostError,
+    UsageError,
+)
 from tests.harness import RankPool
 from tests.samples import sampled
 from tests.waiting import wait_until
@@ -44,6 +52,68 @@ DIRECT: dict[str, Callable[[Any], Any]] = BOTH | {
     "long all_gather": lambda called: called.all_gather(torch.ones(300_000)),
 }
 CALLS |= BOTH
+FLOATS = 256
+
+
+def pair() -> list[torch.Tensor]:
+    """Return two tensors for a call that takes several."""
+    return [torch.ones(FLOATS), torch.ones(2, FLOATS)]
+
+
+def coalesced(group: GroupCoordinator) -> None:
+    """Make several calls as one."""
+    with group.coalescing() as calls:
+        calls.all_reduce(torch.ones(FLOATS))
+        calls.all_gather(torch.ones(FLOATS))
+
+
+def into(name: str, output: int, input_: int, **options: Any) -> Callable[[Any], Any]:
+    """Return a call that fills a tensor of the caller."""
+    return lambda group: getattr(group, name)(torch.empty(output), torch.ones(input_), **options)
+
+
+def dispatched(group: GroupCoordinator) -> Any:
+    """Send tokens to experts, and combine what comes back."""
+    ids = torch.tensor([[0, 1], [1, 0]])
+    routed = group.dispatch(torch.ones(2, 8), torch.ones(2, 2), ids, experts=2)
+    return group.combine(routed.hidden_states, routed=routed)
+
+
+# The calls whose forms those above have not: each runs code of its own until it waits.
+MORE: dict[str, Callable[[GroupCoordinator], Any]] = {
+    "reduce_scatter": lambda group: group.reduce_scatter(torch.ones(FLOATS)),
+    "reduce_scatterv": lambda group: group.reduce_scatterv(torch.ones(5, 8), 0, [2, 3]),
+    "reduce_scatterv_into_output": lambda group: group.reduce_scatterv_into_output(
+        torch.ones(5, 8), torch.empty(2 + group.rank_in_group, 8), 0, [2, 3]
+    ),
+    "gather": lambda group: group.gather(torch.ones(FLOATS)),
+    "all_gatherv": lambda group: group.all_gatherv(torch.ones(2 + group.rank_in_group, 8), sizes=[2, 3]),
+    "all_gatherv of unknown sizes": lambda group: group.all_gatherv(torch.ones(2 + group.rank_in_group, 8)),
+    "all_reduce_coalesced": lambda group: group.all_reduce_coalesced(pair()),
+    "all_gather_coalesced": lambda group: group.all_gather_coalesced(pair()),
+    "reduce_scatter_coalesced": lambda group: group.reduce_scatter_coalesced(pair()),
+    "coalescing": coalesced,
+    "all_sum": lambda group: group.all_sum(1.5),
+    "all_gather_into_tensor": into("all_gather_into_tensor", 2 * FLOATS, FLOATS),
+    "reduce_scatter_tensor": into("reduce_scatter_tensor", FLOATS, 2 * FLOATS),
+    "all_to_all_single": into("all_to_all_single", FLOATS, FLOATS),
+    "all_reduce_": lambda group: group.all_reduce_(torch.ones(FLOATS)),
+    "dispatch to all": lambda group: group.dispatch_router_logits(torch.ones(2, 8), torch.ones(2, 4)),
+    "dispatch and combine": dispatched,
+    "monitored_barrier": lambda group: group.monitored_barrier(60.0),
+}
+# Their handles are waited for; the group's own thread makes them.
+ASYNCHRONOUS: dict[str, Callable[[GroupCoordinator], CallHandle[Any]]] = {
+    "all_reduce": lambda group: group.all_reduce(torch.ones(FLOATS), async_op=True),
+    "all_gather": lambda group: group.all_gather(torch.ones(300_000), async_op=True),
+    "all_to_all": lambda group: group.all_to_all(torch.ones(FLOATS), async_op=True),
+    "barrier": lambda group: group.barrier(async_op=True),
+    "reduce_scatter": lambda group: group.reduce_scatter(torch.ones(FLOATS), async_op=True),
+    "all_gather_into_tensor": lambda group: group.all_gather_into_tensor(  # type: ignore[dict-item,return-value]
+        torch.empty(2 * FLOATS), torch.ones(FLOATS), async_op=True
+    ),
+    "all_reduce_coalesced": lambda group: group.all_reduce_coalesced(pair(), async_op=True),
+}
 
 
 def directly(call: Callable[[Any], Any]) -> Callable[[GroupCoordinator], Any]:
@@ -52,6 +122,10 @@ def directly(call: Callable[[Any], Any]) -> Callable[[GroupCoordinator], Any]:
 
 
 CALLS |= {f"the communicator's {name}": directly(call) for name, call in DIRECT.items()}
+
+
+EVERY = CALLS | MORE
+THOUSAND = 1000
 
 
 class AlarmError(Exception):
@@ -89,10 +163,12 @@ def strike_in(group: GroupCoordinator) -> Callable[[], None]:
     return strike
 
 
-def struck(rank: int, world_size: int, directory: Path, name: str) -> None:
-    call = CALLS[name]
+def struck(
+    rank: int, world_size: int, directory: Path, names: list[str], strikes_s: Sequence[float] = STRIKES_S
+) -> None:
     with world(rank, world_size, directory) as everyone:
-        for number, after_s in enumerate(STRIKES_S):
+        for number, after_s in enumerate(strikes_s):
+            call = EVERY[names[number % len(names)]]
             with new_group(everyone, f"g{number}") as group:
                 # A rank whose creation still confirms the memory would find the group broken.
                 meet(rank, range(world_size), directory, f"created {number}")
@@ -114,10 +190,57 @@ def struck(rank: int, world_size: int, directory: Path, name: str) -> None:
 
 
 @pytest.mark.guarantee("D10")
-@pytest.mark.parametrize("name", sampled(2, CALLS))
+@pytest.mark.parametrize("name", sampled(2, CALLS) + sampled(5, MORE))
 def test_an_exception_of_a_handler_breaks_the_group_on_every_rank(ranks2: RankPool, name: str) -> None:
     """It arrives as it is, whenever it strikes; the other rank learns who was interrupted instead of waiting."""
-    ranks2.run(struck, name)
+    ranks2.run(struck, [name])
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("D10")
+@pytest.mark.parametrize("part", range(4))
+def test_a_thousand_exceptions_of_handlers_break_a_thousand_groups(ranks2: RankPool, part: int) -> None:
+    """Up to 0.1 s into every kind of call, in groups that are made one after the other in the same processes."""
+    choose = random.Random(part)
+    strikes = [choose.choice((0.002, 0.02, 0.1)) * choose.random() for _ in range(THOUSAND // 4)]
+    ranks2.run(struck, list(EVERY), strikes, timeout_s=600.0)
+
+
+def struck_wait(rank: int, world_size: int, directory: Path, name: str) -> None:
+    call = ASYNCHRONOUS[name]
+
+    def strike() -> None:
+        raise AlarmError("struck")
+
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        expected = call(group).wait()
+        for number, after_s in enumerate(STRIKES_S):
+            if rank == 0:
+                handle = call(group)
+                with pytest.raises(AlarmError, match="^struck$"), alarm(strike, after_s):
+                    handle.wait()
+                meet(rank, range(world_size), directory, f"struck {number}")
+                assert equal(handle.wait(), expected)
+            else:
+                meet(rank, range(world_size), directory, f"struck {number}")
+                assert equal(call(group).wait(), expected)
+        assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+
+
+def equal(result: Any, expected: Any) -> bool:
+    """Return whether two results of a call are equal."""
+    if isinstance(expected, list):
+        return len(result) == len(expected) and all(map(torch.equal, result, expected))
+    return result is None if expected is None else torch.equal(result, expected)
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.parametrize("name", sampled(3, ASYNCHRONOUS))
+def test_an_exception_in_the_wait_for_an_asynchronous_call_ends_the_wait_alone(
+    ranks2: RankPool, name: str
+) -> None:
+    """It arrives as it is; the call goes on, and the next wait returns its result."""
+    ranks2.run(struck_wait, name)
 
 
 def struck_twice(rank: int, world_size: int, directory: Path, name: str) -> None:

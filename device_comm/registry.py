@@ -19,6 +19,7 @@ from device_comm.cpu.connect import connect_cpu
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.solo import SoloCommunicator
 from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.threads import import_aside
 
 ENTRY_POINTS: Final = "group_coordinator.communicators"
 
@@ -72,6 +73,7 @@ def communicator_factory(device_type: str, world_size: int) -> CommunicatorFacto
         return _load(device_type, list(declared.values()))
     if device_type == "cuda":
         # Imported on demand: it loads the bindings of the driver and of NCCL, which few processes need.
+        import_aside("device_comm.cuda.communicator")
         from device_comm.cuda.communicator import CudaCommunicator
 
         return CudaCommunicator

@@ -14,6 +14,7 @@ import msgspec
 
 from shm_broadcast.errors import CapabilityError, SettingsError, UsageError
 from shm_broadcast.settings import positive_seconds
+from shm_broadcast.threads import import_aside
 
 __all__ = ["PUBLIC_KEY_BYTES", "RemoteEndpoint", "RemoteKeys", "RemoteSettings", "bind_host", "checked_key"]
 
@@ -47,6 +48,7 @@ class RemoteKeys:
         Raises:
             CapabilityError: The installed libzmq was built without CURVE.
         """
+        import_aside("zmq.utils.z85")
         import zmq
         from zmq.utils import z85
 
@@ -65,6 +67,7 @@ class RemoteKeys:
         Raises:
             CapabilityError: The installed libzmq was built without CURVE.
         """
+        import_aside("zmq.utils.z85")
         import zmq
         from zmq.utils import z85
 

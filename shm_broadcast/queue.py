@@ -50,7 +50,7 @@ from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.status.kept_pages import KeptPages
 from shm_broadcast.status.page import own_page
-from shm_broadcast.threads import made_aside
+from shm_broadcast.threads import import_aside, made_aside
 from shm_broadcast.timeouts import AnyTimeout, seconds
 from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, take_any
 from shm_broadcast.turn import TakenError, Turn
@@ -171,6 +171,7 @@ class QueueWriter:
         handover = None
         with ExitStack() as undo:
             if place is not None:
+                import_aside("shm_broadcast.remote.writer")
                 from shm_broadcast.remote.writer import RemoteWriter
 
                 transport = far_end = RemoteWriter.create(name, far, *place, settings, remote)
@@ -587,6 +588,7 @@ def _taken_ring(
 
 
 def _open_remote(handle: QueueHandle, rank: int, timeout_s: float, keys: RemoteKeys | None) -> RemoteReader:
+    import_aside("shm_broadcast.remote.reader")
     from shm_broadcast.remote.reader import RemoteReader
 
     if keys is None or handle.remote is None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import _thread
+import importlib
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import fork_count
 
-__all__ = ["Aside", "DaemonThread", "made_aside"]
+__all__ = ["Aside", "DaemonThread", "import_aside", "made_aside"]
 
 _Made = TypeVar("_Made")
 
@@ -220,3 +223,24 @@ def _check_parent(forks: int) -> None:
     """Raise if this is a child that was forked since the fork count was `forks`."""
     if forks != fork_count():
         raise UsageError("a signal handler has forked this process while something was made for the parent")
+
+
+def import_aside(name: str) -> None:
+    """Import a module before an `import` in a function, and let what a signal handler raises meanwhile arrive as it is.
+
+    Raised inside of `import`, it may leave Python's lock of that module taken, on which the next import of it would
+    wait for ever.
+
+    Raises: as `made_aside`, and what the module raises.
+    """
+    module = sys.modules.get(name)
+    if module is None or getattr(module.__spec__, "_initializing", False):
+        made_aside(partial(importlib.import_module, name), _keep, _wait)
+
+
+def _keep(_module: object) -> None:
+    """Leave a module that was imported for nobody where it is."""
+
+
+def _wait() -> None:
+    """Do nothing to end an import."""

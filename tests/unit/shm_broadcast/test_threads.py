@@ -2,16 +2,20 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shm_broadcast.threads import Aside, DaemonThread
+from shm_broadcast.threads import Aside, DaemonThread, import_aside
 from tests.handlers import Interrupt, raising_at
 from tests.waiting import wait_until
 
@@ -177,3 +181,35 @@ def test_what_a_step_opens_is_kept_though_its_wait_is_interrupted(strike: Callab
         aside.run(step)
     aside.settle(lambda: None)
     assert kept == [1]
+
+
+def map_into(found: list[Any], call: Callable[[str], object], name: str) -> None:
+    """Append what a call returns."""
+    found.append(call(name))
+
+
+@pytest.mark.guarantee("R14")
+def test_an_import_that_is_interrupted_at_any_place_hinders_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module is there for the next import, which would wait for ever on a lock that was left taken."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for step in count():
+        name = f"imported_aside_{step}"
+        (tmp_path / f"{name}.py").write_text("import time\ntime.sleep(0.001)\nvalue = 1\n")
+        places = (
+            "importlib._bootstrap>",
+            "importlib/__init__.py",
+            "shm_broadcast/threads.py",
+            "/threading.py",
+        )
+        came = raising_at(step, partial(import_aside, name), places)
+        found = list[Any]()
+        thread = threading.Thread(target=map_into, args=(found, import_module, name), daemon=True)
+        thread.start()
+        thread.join(10.0)
+        assert [each.value for each in found] == [1], f"step {step}"
+        del sys.modules[name]
+        if not came:
+            break
+    assert step > 5

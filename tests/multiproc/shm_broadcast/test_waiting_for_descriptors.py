@@ -25,6 +25,7 @@ from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError, U
 from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
 from shm_broadcast.ring.signal import _end_all
 from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.threads import DaemonThread
 from tests.idle import spent
 
 LONG_S = 30.0
@@ -292,17 +293,17 @@ def test_a_message_that_an_interrupted_read_left_is_readable() -> None:
 def test_a_descriptor_that_a_handler_interrupts_is_made_by_the_next_call() -> None:
     """One thread alone serves it, and a call inside of the interrupted one is refused."""
     with queue("local") as (writer, reader):
-        start = threading.Thread.start
+        start = DaemonThread.start
         refused: list[str] = []
 
-        def interrupted(thread: threading.Thread) -> None:
+        def interrupted(thread: DaemonThread) -> None:
             start(thread)
             with pytest.raises(UsageError) as raised:
                 reader.fileno()
             refused.append(str(raised.value))
             raise Halt
 
-        with mock.patch.object(threading.Thread, "start", interrupted), pytest.raises(Halt):
+        with mock.patch.object(DaemonThread, "start", interrupted), pytest.raises(Halt):
             reader.fileno()
         assert len(refused) == 1
         assert "fileno" in refused[0]

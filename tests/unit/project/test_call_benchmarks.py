@@ -104,7 +104,7 @@ def test_the_status_page_may_take_three_percent_of_a_small_all_reduce() -> None:
         assert missed.startswith(said)
         assert bool(missed) == bool(said)
     commands = subprocess.run(
-        ["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "-n", "bench"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert "benchmarks status-calls" in commands.splitlines()[-1]
 

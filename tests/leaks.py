@@ -24,6 +24,9 @@ TEMP_PREFIX = "group-coordinator-"
 STACKS = f"/memfd:{NAME}-"
 """The memory for its stacks, which a process keeps for its life from its first group on: one, a second is a leak."""
 
+AUTOGRAD = "pt_autograd_"
+"""The names of the threads of torch's autograd, which a process keeps for its life, begin with this."""
+
 GRACE_S = 1.0
 """How long a descriptor, thread or child may outlive its test, because threads and processes end asynchronously."""
 
@@ -168,12 +171,13 @@ def _natives() -> dict[int, str]:
 
     Those of Gloo, of torch and of ZeroMQ have names, and the product starts none of its own. What is left has the name
     of the process: the pools of OpenMP and BLAS, which start with the first large operation, or an import, and stay.
+    So does the pool of torch's autograd, which starts with the first backward pass.
     """
     found = {}
     known = {thread.native_id for thread in threading.enumerate()}
     for number in {int(entry) for entry in os.listdir("/proc/self/task")} - known:
         name = _name_of(number)
-        if name not in ("", _name_of(os.getpid())):
+        if name not in ("", _name_of(os.getpid())) and not name.startswith(AUTOGRAD):
             found[number] = name
     return found
 

@@ -68,7 +68,8 @@ class Strikes:
         if frame.f_code.co_filename not in self._files:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        # Python 3.12 also tells of what ends a generator that nobody uses. It has no line, and no handler runs there.
+        if event == "opcode" and frame.f_lineno is not None:
             key = (frame.f_code, frame.f_lasti)
             if key not in self._known:
                 self._known[key] = looks_for_signals(frame)
@@ -83,6 +84,8 @@ class Strikes:
         """Strike once within the block, unless its places are used up."""
         self.passed = 0
         before = sys.gettrace()
+        # Python 3.12 tells of instructions only if a frame asked for it before the tracing began.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self)
         try:
             yield

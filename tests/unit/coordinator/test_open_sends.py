@@ -59,6 +59,8 @@ def kept_by_a_handler(strike: int, backlog: int) -> tuple[bool, list[Send]]:
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 tells of instructions only if a frame asked for it before the tracing began.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         sends.keep(own)

@@ -1,5 +1,6 @@
 """Run a signal handler, or what one may do, after a time or at every place of a call where Python would run it."""
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +9,16 @@ from itertools import count
 from types import FrameType
 from typing import Any
 
-__all__ = ["PLACES", "Interrupt", "alarm", "handling_at", "is_swallowing", "raising_at", "raising_twice_at"]
+__all__ = [
+    "PLACES",
+    "Interrupt",
+    "alarm",
+    "handling_at",
+    "is_swallowing",
+    "raising_at",
+    "raising_twice_at",
+    "uncollected",
+]
 
 
 class Interrupt(BaseException):
@@ -36,6 +46,17 @@ def is_swallowing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the collector out of the block: Python lets nothing out of its callbacks that a handler raises there."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

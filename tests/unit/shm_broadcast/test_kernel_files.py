@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shm_broadcast.descriptors import read_text
+from tests.handlers import uncollected
 
 
 class StruckError(Exception):
@@ -36,6 +37,7 @@ def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
         read_text(Path("a\0b"))
 
 
+@uncollected()
 def test_a_read_that_is_interrupted_leaves_no_open_file() -> None:
     """A signal handler raises again and again; each file is closed by then, and none by the garbage collector."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shm_broadcast.threads import Aside, DaemonThread, import_aside
-from tests.handlers import Interrupt, raising_at
+from tests.handlers import Interrupt, raising_at, uncollected
 from tests.waiting import wait_until
 
 
@@ -46,6 +46,7 @@ def test_a_start_that_is_interrupted_at_any_place_leaves_no_thread() -> None:
     assert step > 5
 
 
+@uncollected()
 @pytest.mark.guarantee("R14")
 def test_an_error_of_a_handler_in_a_start_lets_the_thread_run(strike: Callable[[float], None]) -> None:
     """Python's own `start` takes an `Exception` that comes in it for a failure, and the thread then does not run."""

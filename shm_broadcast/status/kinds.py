@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Final
 
 __all__ = ["ALGORITHMS", "KINDS", "OTHER", "REFUSED", "kind_of"]
@@ -39,7 +39,7 @@ OTHER: Final = 63
 _NUMBERS: Final = {name: number for number, name in enumerate(KINDS)}
 
 
-@cache
+@lru_cache(maxsize=1024)  # names hold ranks: those of a large world must not pile up
 def kind_of(name: str) -> int:
     """Return the kind of the call `name`, whose first word counts: "send to rank 3" is a send."""
     return _NUMBERS.get(name.partition(" ")[0].removesuffix("_"), OTHER)

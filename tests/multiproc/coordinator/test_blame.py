@@ -25,8 +25,9 @@ from tests.worlds import join_world, meet, run_at
 # A look counts as a wait what goes on for this long.
 WAITING_S = 0.3
 
-# A queue's ends are closed when its group breaks. A live look behind that sees no call; the groups say why they broke.
-WITHOUT_CALL = ("dead writer",)
+# A live look behind the end of the survivors' calls sees no call: a queue's ends are closed when its group breaks, and
+# a call that has raised is over. The groups say then in which call they broke.
+WITHOUT_CALL = ("dead writer", "kill")
 
 
 def assert_right(found: Finding, fault: Fault, how: str) -> None:

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from typing import Final, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from device_comm.health import EXPLAIN_S, SLICE_S
 from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
@@ -89,14 +88,6 @@ def pause_after(waited_s: float) -> float:
     It is an eighth of the wait, so an answer is noticed at most that much late; between 0.2 and 20 ms.
     """
     return min(max(waited_s * _PART_OF_WAIT, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-
-
-def is_local(store: dist.Store) -> bool:
-    """Return whether `store` is a file or this process's memory: asking it costs no server anything."""
-    base: object = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
-    return isinstance(base, dist.FileStore | dist.HashStore)
 
 
 def torch_error(text: str, function: str) -> NativeError:

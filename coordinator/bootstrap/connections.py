@@ -17,12 +17,13 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from coordinator.addresses.names import await_addresses, is_loopback, refuse_loopback
-from coordinator.bootstrap.blocking_calls import is_local, run_interruptibly, torch_error
+from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
 from coordinator.bootstrap.secured import find_store, serve_store
 from coordinator.bootstrap.serving import allow_descriptors, listen_at, options_of_server
 from coordinator.security.place import Place
 from coordinator.security.store import close
 from coordinator.settings import CoordinatorSettings
+from coordinator.stores import is_local
 from shm_broadcast.errors import CommError, CommTimeoutError, UsageError
 
 __all__ = ["SpareConnection", "connection_of_its_own", "open_tcp_store"]

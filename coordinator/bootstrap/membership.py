@@ -16,6 +16,7 @@ from coordinator.addresses.interfaces import interface_address, routed_address
 from coordinator.addresses.names import addresses_of, is_loopback, is_numeric, refuse_loopback
 from coordinator.host.process_groups import LOOPBACK
 from coordinator.security.store import SecuredStore
+from coordinator.stores import base_of
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CapabilityError, NativeError, UsageError
 
@@ -109,8 +110,7 @@ def own_address(interface: str | None, store: dist.Store, spans_hosts: bool = Fa
         CapabilityError: There is no route to the store's host.
         NativeError: The name of the store's host has no address any more.
     """
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = base_of(store)
     if not isinstance(store, dist.TCPStore | SecuredStore):
         return LOOPBACK if interface is None else interface_address(interface)
     try:
@@ -139,8 +139,7 @@ def loopback_hint(store: dist.Store, address: str) -> str:
         store: The store in which the ranks meet.
         address: What `own_address` has returned.
     """
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = base_of(store)
     if not isinstance(store, dist.TCPStore | SecuredStore) or not is_loopback(address):
         return ""
     if store.host == "localhost" or is_numeric(store.host):
@@ -153,8 +152,7 @@ def loopback_hint(store: dist.Store, address: str) -> str:
 
 def serves_store(store: dist.Store) -> bool:
     """Return whether the host at which `store` is served, over TCP, is this one."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = base_of(store)
     if not isinstance(store, dist.TCPStore | SecuredStore):
         return False
     try:
@@ -167,11 +165,10 @@ def serves_store(store: dist.Store) -> bool:
 
 def is_served_here(store: dist.Store) -> bool:
     """Return whether this process itself serves `store` over TCP, so that it ends with this process."""
-    if not serves_store(store):
+    base = base_of(store)
+    if not isinstance(base, dist.TCPStore | SecuredStore) or base.port not in _listening_ports():
         return False
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.TCPStore | SecuredStore) and store.port in _listening_ports()
+    return serves_store(base)  # another store may be served at the same port of another host
 
 
 def _listening_ports() -> Iterator[int]:

@@ -14,12 +14,13 @@ import msgspec
 import torch.distributed as dist
 
 from coordinator.addresses.names import Address
-from coordinator.bootstrap.blocking_calls import is_local, pause_after, run_interruptibly, torch_error
+from coordinator.bootstrap.blocking_calls import pause_after, run_interruptibly, torch_error
 from coordinator.bootstrap.serving import allow_descriptors
 from coordinator.security import secret
 from coordinator.security.place import Place
 from coordinator.security.store import SecuredStore
 from coordinator.settings import CoordinatorSettings
+from coordinator.stores import is_local
 from shm_broadcast.endpoint import bind_host
 from shm_broadcast.errors import ClosedError, CommTimeoutError, DecodeError, UsageError
 

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from coordinator.stores import base_of
+
 # Between two looks into a file; torch looks as often.
 _PAUSE_S: Final = 0.01
 
@@ -38,7 +40,8 @@ class GatheredAddresses(dist.Store):
         self._rank = rank
         self._size = size
         self._is_over = is_over or _never
-        self._is_polled = _is_polled(store)
+        # Torch itself looks into a file again and again.
+        self._is_polled = isinstance(base_of(store), dist.FileStore)
         self._addresses: list[str] = []
         self._found: dict[str, bytes] = {}
 
@@ -107,13 +110,6 @@ class GatheredAddresses(dist.Store):
 
 def _never() -> bool:
     return False
-
-
-def _is_polled(store: dist.Store) -> bool:
-    """Return whether the store below all prefixes is a file, into which torch itself looks again and again."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.FileStore)
 
 
 __all__ = ["GatheredAddresses"]

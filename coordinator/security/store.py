@@ -21,6 +21,7 @@ from coordinator.security.records import (
     Remove,
     Swap,
 )
+from coordinator.stores import base_of
 
 if TYPE_CHECKING:  # they load zmq, which processes without a secret do not need
     from coordinator.security.client import StoreClient
@@ -162,9 +163,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 def secured(store: dist.Store) -> SecuredStore | None:
     """Return the secured store below any prefixes of `store`; None if it is another one."""
-    base: object = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
+    base = base_of(store)
     return base if isinstance(base, SecuredStore) else None
 
 

@@ -31,7 +31,6 @@ from coordinator.bootstrap.agreement.views import Places, View, Views
 from coordinator.bootstrap.blocking_calls import (
     ask_store,
     clone_hint,
-    is_local,
     no_check,
     pause_after,
     raise_if_lost,
@@ -39,6 +38,7 @@ from coordinator.bootstrap.blocking_calls import (
     torch_error,
 )
 from coordinator.bootstrap.connections import SpareConnection
+from coordinator.stores import is_local
 from shm_broadcast.errors import (
     ClosedError,
     CommError,

@@ -38,6 +38,7 @@ from coordinator.bootstrap.blocking_calls import (
     torch_error,
 )
 from coordinator.bootstrap.connections import SpareConnection
+from coordinator.bootstrap.membership import is_served_here
 from coordinator.stores import is_local
 from shm_broadcast.errors import (
     ClosedError,
@@ -56,7 +57,8 @@ LOOK_EVERY_S: Final = 1.0
 # After a failure a rank keeps the store alive at most this long, so that the others can read the outcome. The last rank
 # to come gets this long behind a deadline to write it.
 LINGER_S: Final = 1.0
-# So long a rank that takes no part lingers: its own error has to come within a second.
+# Where another process serves the store, the others only have to read why this rank takes no part before it may end,
+# which they would find first; its own error has to come within a second.
 _DECLINED_S: Final = 0.5
 # The first pause between two looks at how many have read a failure, of which each is twice as long as the one before:
 # this long, or longer in a large group, for the store takes about 6 us for an answer and gets one question of each rank
@@ -159,7 +161,7 @@ def agree(
 def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
     """Tell the others why this rank takes no part in an agreement, unless they have decided it before.
 
-    Takes up to `LEAVE_S`, and `_DECLINED_S` for others to read it: this process may serve the store.
+    Takes up to `LEAVE_S`, and `_DECLINED_S` for others to read it, or `LINGER_S` if this process serves the store.
 
     Args:
         store: As of `agree`, and so the next two.
@@ -174,7 +176,7 @@ def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
             f"creating {what} (rank {rank})",
             LEAVE_S,
         )
-        time.sleep(_DECLINED_S)
+        time.sleep(LINGER_S if is_served_here(store) else _DECLINED_S)
 
 
 @contextmanager

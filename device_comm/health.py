@@ -376,6 +376,25 @@ class GroupHealth:
         if lost := self._gone():
             raise self._record(operation, self._failure(operation, "lost", lost))
 
+    def check_beyond(self, operation: Operation, named: Sequence[int]) -> None:
+        """Break the group and raise if more ranks are gone than those that an error in `operation` names.
+
+        A connection to one rank of a host that vanishes may fail before the links find all of them lost. They are
+        waited for while that is in doubt, for at most `EXPLAIN_S`.
+
+        Raises:
+            PeerLostError: There are more.
+        """
+        end = time.monotonic() + EXPLAIN_S
+        while True:
+            # Asked first: it looks for lost ranks itself, of which the next line must know.
+            is_over = not self._watch.is_in_doubt() or time.monotonic() >= end
+            if not set(self._gone()) <= set(named):
+                self.check_peers(operation)
+            if is_over:
+                return
+            time.sleep(0.02)
+
     def check_leavers(self, operation: Operation) -> None:
         """Break the group and raise if a rank has ended after it destroyed the group, as `check_peers` has found.
 

@@ -15,13 +15,20 @@ class QueueGuard(Protocol):
         """Return what the log records of the queue say of the owner."""
 
     def look(self, call: str) -> None:
-        """Raise if the owner has failed, or a process is gone that it needs. A waiting read calls this now and then."""
+        """Raise if the owner has failed, or a process is gone that it needs.
+
+        A read that waits calls this now and then, and so does a write that waits for readers on other hosts. The owner
+        may close the queue.
+        """
 
     def ended(self, call: str) -> None:
         """Raise if the owner's failure is the reason for which the queue has ended; return if it ended in order."""
 
     def failed(self, call: str, error: PeerLostError) -> None:
-        """Learn that the queue has failed, from `error`, which the caller raises. The owner may close the queue."""
+        """Learn that the queue has failed, from `error`, which the caller raises unless this raises one that says more.
+
+        The owner may close the queue.
+        """
 
 
 __all__ = ["QueueGuard"]

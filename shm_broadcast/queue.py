@@ -250,7 +250,7 @@ class QueueWriter:
                 missing=(),
             ) from None
         except (ClosedError, GroupBrokenError, PeerLostError) as error:
-            if self._guard is not None and not raised_by_handler(error):
+            if self._guard is not None and not raised_by_handler(error) and not self._remote.is_asking:
                 # A reader whose owner has failed closes its end, and is not to blame.
                 self._guard.ended("enqueue")
                 if isinstance(error, PeerLostError):
@@ -274,12 +274,15 @@ class QueueWriter:
         return obj
 
     def guard(self, guard: QueueGuard) -> None:
-        """Let the owner of this end, such as a group, learn that it has failed; for its first use."""
+        """Let the owner of this end, such as a group, learn that it has failed; for its first use.
+
+        A call that waits for readers on other hosts also asks the owner now and then whether it has failed.
+        """
         if self._is_local:
             self._ring.guard = guard
         else:
-            # Not from within: the owner may close the queue, whose locks are held there.
-            self._guard = guard
+            # Told at the end of a call, not from within: the owner may close the queue, whose locks are held there.
+            self._guard = self._remote.guard = guard
         self._add_fields(guard.log_fields())
 
     def _add_fields(self, fields: LogFields) -> None:
@@ -505,7 +508,7 @@ class QueueReader:
     def guard(self, guard: QueueGuard) -> None:
         """Let the owner of this end, such as a group, learn that it has failed, and say why it ends; for its first use.
 
-        A read that waits for a writer on this host also asks the owner now and then whether it has failed.
+        A read that waits also asks the owner now and then whether it has failed.
         """
         self._ring.guard = guard
         self._ring.fields.update(guard.log_fields())

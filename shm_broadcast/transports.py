@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import CommTimeoutError, UsageError
+from shm_broadcast.guard import QueueGuard
 from shm_broadcast.reports.log_fields import LogFields
 from shm_broadcast.reports.statistics import QueueStatistics
 from shm_broadcast.ring.reader import RingReader
@@ -36,9 +37,13 @@ class RemoteTransport(Protocol):
 
     Attributes:
         fields: What every log record of this transport says.
+        guard: What the owner of the queue knows, if it has one.
+        is_asking: Whether the last call has ended because of what the owner has raised when it was asked.
     """
 
     fields: LogFields
+    guard: QueueGuard | None
+    is_asking: bool
 
     def reserve(
         self, message: codec.Message, timeout_s: float | None, written: Callable[[], int]
@@ -72,8 +77,10 @@ class NoRemote:
     """The remote transport of a queue whose readers are all on this host: every call does nothing."""
 
     def __init__(self) -> None:
-        """Log nothing."""
+        """Log nothing, and ask nobody."""
         self.fields: LogFields = {}
+        self.guard: QueueGuard | None = None
+        self.is_asking: bool = False
 
     def reserve(
         self, message: codec.Message, timeout_s: float | None, written: Callable[[], int]

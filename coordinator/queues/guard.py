@@ -48,9 +48,10 @@ class GroupQueueGuard:
         self._raise_if_excluded(call)
 
     def failed(self, call: str, error: PeerLostError) -> None:
-        """Break the group, and raise if the ranks that are gone have gone on without this one."""
+        """Break the group, and raise if more ranks are gone, or those that are have gone on without this one."""
         if self._has_own_writer and not self._health.is_closed:
             self._raise_if_excluded(call)
+            self._health.check_beyond(Operation("queue", call, 0), error.peers)
             self._health.fail(error, call)
 
     def _raise_if_excluded(self, call: str) -> None:

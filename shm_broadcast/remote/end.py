@@ -14,6 +14,7 @@ import msgspec
 
 from shm_broadcast._core import undisturbed
 from shm_broadcast.errors import ClosedError, CommTimeoutError, GroupBrokenError, InternalError, UsageError
+from shm_broadcast.guard import QueueGuard
 from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import fork_count, this_process
 from shm_broadcast.remote.news import News
@@ -24,6 +25,9 @@ from shm_broadcast.threads import DaemonThread
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+# How often a call that waits asks the owner whether it has failed. A group looks at its links to other hosts then, and
+# must do so in less than half of the time after which a host counts as lost, which is 0.5 s at least.
+_LOOK_S: Final = 0.1
 # How long `close` waits for the other ends after a signal handler has raised in it.
 _INTERRUPTED_S: Final = 0.2
 
@@ -34,6 +38,8 @@ class RemoteEnd(ABC):
     Attributes:
         name: The queue's name in errors and logs.
         role: What this end is, for errors and logs.
+        guard: What the owner of this end knows, if it has one.
+        is_asking: Whether the owner is being asked, or has raised in that what ends the call.
     """
 
     role: str
@@ -45,6 +51,9 @@ class RemoteEnd(ABC):
         self.fields: LogFields = log_fields(queue=name)
         self._settings = settings
         self.warns = True
+        self.guard: QueueGuard | None = None
+        self.is_asking = False
+        self._look_at = 0.0
         self._forks = fork_count()
         self._identity: bytes = msgspec.msgpack.encode(this_process())
         self._waits = 0
@@ -75,6 +84,7 @@ class RemoteEnd(ABC):
             ClosedError: This end was closed.
             GroupBrokenError: An earlier call failed; its error is the `__cause__`.
         """
+        self.is_asking = False
         self._check_open(call)
         if self._cause is not None:
             raise GroupBrokenError(
@@ -115,12 +125,14 @@ class RemoteEnd(ABC):
 
         Raises:
             CommTimeoutError: The deadline passed.
+            CommError: The owner has failed; see `QueueGuard.look`.
         """
         now = time.monotonic()
         start = now if since is None else since
         warn_at = start + self._settings.warn_after_s
         news = self._news.next
         while not is_over():
+            self._look(call)
             if timeout_s is not None and now - start >= timeout_s:
                 self._raise_late(call, timeout_s, *missing())
             if now >= warn_at:
@@ -131,8 +143,23 @@ class RemoteEnd(ABC):
                         extra=self.log_fields(call),
                     )
                 warn_at = now + self._settings.warn_after_s
-            self._sleep(news, (warn_at if timeout_s is None else min(warn_at, start + timeout_s)) - now)
+            until = warn_at if timeout_s is None else min(warn_at, start + timeout_s)
+            self._sleep(news, until - now if self.guard is None else min(until - now, _LOOK_S))
             now, news = time.monotonic(), self._news.next
+
+    def _look(self, call: str) -> None:
+        """Ask the owner, if that was long ago, whether it has failed, and raise what it raises.
+
+        It knows of the ends of processes that have no part in this queue, and of all on a host that has vanished. It
+        may close this end, if need be when the call ends.
+        """
+        now = time.monotonic()
+        if self.guard is None or now < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        self.is_asking = True
+        self.guard.look(call)
+        self.is_asking = False
 
     def _raise_late(self, call: str, timeout_s: float, what: str, ranks: Sequence[int]) -> NoReturn:
         raise CommTimeoutError(f"{self._where(call)}: {what} within {timeout_s:.1f} s", missing=ranks)

@@ -206,13 +206,19 @@ class RemoteReader(RemoteReads):
             return bool(self._inbox)
 
     def is_ready(self) -> bool:
-        """Return whether a reading call would return or raise at once, for `dequeue_any`. Does not wait."""
+        """Return whether a reading call would return or raise at once, for `dequeue_any`. Does not wait.
+
+        What the owner raises, this raises.
+        """
         if is_held(self._lock):
             raise UsageError(
                 f"{self._where('dequeue_any')}: this thread is inside of a call on the queue already"
             )
         try:
-            return self.poll() or self._has_ended or self._is_closing or self._failure is not None
+            if self.poll() or self._has_ended or self._is_closing or self._failure is not None:
+                return True
+            self._look("dequeue_any")
+            return False
         finally:
             if self._is_deferred:
                 self._close()

@@ -17,7 +17,6 @@ from shm_broadcast import codec
 from shm_broadcast._core import NOTHING
 from shm_broadcast.endpoint import RemoteEndpoint
 from shm_broadcast.errors import ClosedError, DecodeError, PeerLostError, UsageError
-from shm_broadcast.guard import QueueGuard
 from shm_broadcast.interruption import is_held, raised_by_handler
 from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.ledger import Arrived, Inbox
@@ -35,7 +34,6 @@ class RemoteReads(RemoteEnd):
         """Begin with nothing received; `endpoint` is the writer's."""
         super().__init__(name, settings)
         self._endpoint = endpoint
-        self.guard: QueueGuard | None = None
         # Every reading call holds `_calls`, so `close` from another thread frees the socket only after the call has
         # returned.
         self._calls = threading.RLock()
@@ -81,9 +79,13 @@ class RemoteReads(RemoteEnd):
     def try_read(self, call: str = "try_dequeue", looks: bool = False, type_: Any = None) -> tuple[bool, Any]:
         """Return (True, the next object), or (False, None) if it is not there or another thread reads."""
         self._refuse_nested(call)
-        # What follows calls nothing: a signal handler that raised there would lose the message.
+        # For a message, what follows calls nothing: a signal handler that raised there would lose it.
         value = self._read(call, 0.0, type_, tries=True)
-        return (False, None) if value is NOTHING else (True, value)
+        if value is not NOTHING:
+            return True, value
+        if looks:
+            self._look(call)
+        return False, None
 
     def loan(self, timeout_s: float | None) -> AbstractContextManager[Any]:
         """Yield the next object; its arrays and tensors share one private copy of the message."""
@@ -152,7 +154,8 @@ class RemoteReads(RemoteEnd):
                 with self._lock:
                     self._inbox.put_back(message, before)
                 self._settle()
-            if isinstance(error, ClosedError | PeerLostError) and not raised_by_handler(error):
+            is_end = isinstance(error, ClosedError | PeerLostError) and not raised_by_handler(error)
+            if is_end and not self.is_asking:
                 self._tell_owner(call, error)
             raise
         finally:

@@ -150,6 +150,7 @@ class RemoteWriter(RemoteEnd):
             ClosedError: The queue was closed.
             GroupBrokenError: An earlier call failed; its error is the `__cause__`.
         """
+        self.is_asking = False
         self._check_open("enqueue")
         left = timeout_s
         try:

@@ -47,18 +47,20 @@ PATIENT_S, PAUSE_S = 6.0, 1.5
 # One more host than those of which each watches all others.
 RING = 17
 LATE, KEEPALIVES = "barrier long after", "barrier without beats"
+BETWEEN_OTHERS = "dequeue from a rank that stays"
 
 Call = Callable[[GroupCoordinator, int], Any]
 
-QUEUES = ["enqueue", "dequeue"]
 # The end of a queue that this rank uses in the present scenario.
 _end: list[Any] = []
 
 
 def open_queue(group: GroupCoordinator, name: str, lost: int) -> None:
-    """Make the queue of a scenario: from rank `lost` to all others, or from each rank to that one."""
+    """Make the queue of a scenario: from rank `lost` or another one to all others, or from each rank to that one."""
     if name == "dequeue":
         _end[:] = [group.create_mq_broadcaster(lost)]
+    elif name == BETWEEN_OTHERS:
+        _end[:] = [group.create_mq_broadcaster((lost + 2) % 6)]
     elif name == "enqueue":
         _end[:] = [group.create_single_reader_mq_broadcasters(lost)[0]]
 
@@ -66,6 +68,14 @@ def open_queue(group: GroupCoordinator, name: str, lost: int) -> None:
 def enqueue_until_full() -> None:
     while True:
         _end[0].enqueue(bytes(LARGE // 64), 60.0)
+
+
+def read_or_meet(group: GroupCoordinator, writer: int) -> None:
+    """Wait for the writer, which sends nothing: it waits for the readers."""
+    if group.rank == writer:
+        group.barrier()
+    else:
+        _end[0].dequeue(60.0)
 
 
 CALLS: dict[str, Call] = {
@@ -90,6 +100,7 @@ CALLS: dict[str, Call] = {
     "wait for all_reduce": lambda group, lost: group.all_reduce(small(), async_op=True).wait(),
     "enqueue": lambda group, lost: enqueue_until_full(),
     "dequeue": lambda group, lost: _end[0].dequeue(60.0),
+    BETWEEN_OTHERS: lambda group, lost: read_or_meet(group, (lost + 2) % 6),
     LATE: lambda group, lost: group.barrier(),
     KEEPALIVES: lambda group, lost: group.barrier(),
     "create": lambda group, lost: new_group(group, "late", create_timeout_s=60.0),
@@ -251,15 +262,12 @@ def assert_named(
     host: int,
     bound_s: float,
     again: str = "GroupBrokenError",
-    *,
-    by_queue: bool = False,
 ) -> None:
     survivors = [each for each in found if "kind" in each]
     assert len(survivors) == 4
     for each in survivors:
         assert each["kind"] == "PeerLostError", each
-        # A queue loses the rank at its other end, mostly before the links know of the host.
-        assert each["peers"] in ([[2 * host]] if by_queue else []) + [[2 * host, 2 * host + 1]], each
+        assert each["peers"] == [2 * host, 2 * host + 1], each
         assert each["again"] == again, each
         assert each["late_s"] < bound_s, each
         # torch's wait in a store that has vanished cannot be ended: an agreement's thread stays until its deadline.
@@ -280,7 +288,7 @@ Sample = list[list[dict[str, Any]]]
 def test_a_host_that_vanishes_is_named_by_all_survivors(sample: Sample) -> None:
     """It is named in a barrier, and if it served the world's store in a sum. The deadlines are a minute.
 
-    So it is where a handle is waited for, and in a queue, which may name the writer alone.
+    So it is where a handle is waited for, and in a queue, whose own connection may break first.
     """
     barrier, total, waited, read, _ = sample
     assert_named(barrier, 2, PROMPT_S)
@@ -290,7 +298,7 @@ def test_a_host_that_vanishes_is_named_by_all_survivors(sample: Sample) -> None:
     assert cut_off["peers"] in ([0, 1], [2, 3], [0, 1, 2, 3])
     assert_named(total, 0, PROMPT_S)
     assert_named(waited, 2, PROMPT_S)
-    assert_named(read, 2, PROMPT_S, by_queue=True)
+    assert_named(read, 2, PROMPT_S)
 
 
 @pytest.mark.guarantee("V3")
@@ -350,15 +358,12 @@ def test_destroy_waits_for_no_vanished_host(host: int) -> None:
 @pytest.mark.parametrize("host", [0, 2])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_vanished_host_is_named_within_a_second_of_its_time(name: str, host: int) -> None:
-    """All of its ranks and no others are named in every call, also if the host served the world's store.
-
-    A queue may name the rank at its other end alone.
-    """
+    """All of its ranks and no others are named in every call, also if the host served the world's store."""
     (found,) = ends(f"{name}/{host}")
     # The group that is not created breaks no other one: that finds the same when it waits.
     bound_s = IDLE_S if name == KEEPALIVES else PROMISED_S
     again = "PeerLostError" if name == "create" else "GroupBrokenError"
-    assert_named(found, host, bound_s, again, by_queue=name in QUEUES)
+    assert_named(found, host, bound_s, again)
 
 
 APART = {"pause": pause, "ring": lose_in_ring}

@@ -115,18 +115,21 @@ def test_a_first_receive_in_a_lazy_group_keeps_its_thread_in_the_backend() -> No
 
     If this fails, torch connects in another way, and meshes that connect at the first message may be possible.
     """
-    limit_s, took_s = 0.4, list[float]()
-    for receiver in range(2):
-        shared = dist.HashStore()
-        options = [GlooOptions(LOOPBACK, is_lazy=True) for _ in range(2)]
-        groups = [
-            new_unregistered_gloo_group(shared, rank, 2, "g", limit_s, options[rank]) for rank in range(2)
-        ]
-        start = time.monotonic()
-        with suppress(RuntimeError):
-            groups[receiver][1].recv([torch.empty(1)], 1 - receiver, 7)
-        took_s.append(time.monotonic() - start)
-    assert max(took_s) > 2 * limit_s
+    limit_s = 0.4
+    # Gloo lets the one of the pair wait whose address is the lower one, and ports are random: about every other try.
+    took_s = (_first_receive_s(limit_s) for _ in range(40))
+    assert any(seconds > 2 * limit_s for seconds in took_s)
+
+
+def _first_receive_s(limit_s: float) -> float:
+    """Return how long rank 0 is inside of the first receive of a new lazy group, whose other rank does nothing."""
+    shared = dist.HashStore()
+    options = [GlooOptions(LOOPBACK, is_lazy=True) for _ in range(2)]
+    groups = [new_unregistered_gloo_group(shared, rank, 2, "g", limit_s, options[rank]) for rank in range(2)]
+    start = time.monotonic()
+    with suppress(RuntimeError):
+        groups[0][1].recv([torch.empty(1)], 1, 7)
+    return time.monotonic() - start
 
 
 @pytest.mark.guarantee("G37")

@@ -154,8 +154,7 @@ class RemoteReads(RemoteEnd):
                 with self._lock:
                     self._inbox.put_back(message, before)
                 self._settle()
-            is_end = isinstance(error, ClosedError | PeerLostError) and not raised_by_handler(error)
-            if is_end and not self.is_asking:
+            if isinstance(error, ClosedError | PeerLostError) and not raised_by_handler(error):
                 self._tell_owner(call, error)
             raise
         finally:
@@ -164,7 +163,7 @@ class RemoteReads(RemoteEnd):
 
     def _tell_owner(self, call: str, error: ClosedError | PeerLostError) -> None:
         """Tell the owner why a read ends; this thread holds no lock, as the owner may close this end."""
-        if self.guard is not None:
+        if self.guard is not None and not self.is_asking:
             self.guard.ended(call)
             if isinstance(error, PeerLostError):
                 self.guard.failed(call, error)

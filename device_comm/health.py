@@ -146,6 +146,9 @@ class GroupHealth:
 
     All planes of a group in this process share one object. A failure is final: the first one is kept as the cause,
     every transport is aborted, and each later call raises `GroupBrokenError`.
+
+    Attributes:
+        watch: The other ranks' processes.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class GroupHealth:
         self.name = name
         self.rank = rank
         self.ranks: tuple[int, ...] = tuple(ranks)
-        self._watch = watch
+        self.watch: PeerWatch = watch
         self._status_store = status_store
         self._cause: BaseException | None = None
         # A call that an exception is leaving, and the exception; see `left_halfway`.
@@ -376,25 +379,6 @@ class GroupHealth:
         if lost := self._gone():
             raise self._record(operation, self._failure(operation, "lost", lost))
 
-    def check_beyond(self, operation: Operation, named: Sequence[int]) -> None:
-        """Break the group and raise if more ranks are gone than those that an error in `operation` names.
-
-        A connection to one rank of a host that vanishes may fail before the links find all of them lost. They are
-        waited for while that is in doubt, for at most `EXPLAIN_S`.
-
-        Raises:
-            PeerLostError: There are more.
-        """
-        end = time.monotonic() + EXPLAIN_S
-        while True:
-            # Asked first: it looks for lost ranks itself, of which the next line must know.
-            is_over = not self._watch.is_in_doubt() or time.monotonic() >= end
-            if not set(self._gone()) <= set(named):
-                self.check_peers(operation)
-            if is_over:
-                return
-            time.sleep(0.02)
-
     def check_leavers(self, operation: Operation) -> None:
         """Break the group and raise if a rank has ended after it destroyed the group, as `check_peers` has found.
 
@@ -411,7 +395,7 @@ class GroupHealth:
 
         Who waits for one of these learns from the transport that it has left. What they sent before can be received.
         """
-        lost = set(self._watch.lost()) - self._excused
+        lost = set(self.watch.lost()) - self._excused
         if lost:
             self._excused |= lost.intersection(self._status_store.left())
         return tuple(sorted(lost - self._excused))
@@ -467,12 +451,12 @@ class GroupHealth:
         raise self._record(operation, self._failure(operation, "timeout", missing, within_s, detail))
 
     def _stopped(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sorted(rank for rank in ranks if self._watch.state(rank) == "stopped"))
+        return tuple(sorted(rank for rank in ranks if self.watch.state(rank) == "stopped"))
 
     def _describe(self, ranks: Sequence[int], arrivals: dict[int, Arrival] | None = None) -> str:
         """Return the state of each rank's process and, if it is in `arrivals`, the call in which the rank waited."""
         last = {rank: f", last at {seen.operation} #{seen.number}" for rank, seen in (arrivals or {}).items()}
-        return ", ".join(f"{rank} ({self._watch.describe(rank)}{last.get(rank, '')})" for rank in ranks)
+        return ", ".join(f"{rank} ({self.watch.describe(rank)}{last.get(rank, '')})" for rank in ranks)
 
     def explain(self, operation: Operation, error: Exception, pending: Sequence[int] | None) -> CommError:
         """Find the cause of a transport's error, break the group, and return the error to raise.
@@ -501,7 +485,7 @@ class GroupHealth:
             if self._closed:
                 return ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
             # Asked first: it looks for lost ranks itself, of which the next line must know.
-            is_over = not self._watch.is_in_doubt() and time.monotonic() >= end
+            is_over = not self.watch.is_in_doubt() and time.monotonic() >= end
             known = self._known_failure(operation, pending)
             if known is not None:
                 return known
@@ -509,7 +493,7 @@ class GroupHealth:
                 break
             time.sleep(0.02)
         suspects = pending or self.ranks
-        unseen = tuple(rank for rank in suspects if rank != self.rank and not self._watch.watches(rank))
+        unseen = tuple(rank for rank in suspects if rank != self.rank and not self.watch.watches(rank))
         if unseen:
             detail = f"{self._describe(unseen)}: {error}"
             return self._record(operation, self._failure(operation, "lost", unseen, detail=detail))
@@ -581,7 +565,7 @@ class GroupHealth:
     def _record(self, operation: Operation, failure_record: FailureRecord) -> CommError:
         counted = self._status_store.publish(failure_record)
         # Asked before the transports are aborted: the others still are where they hang.
-        texts = ask_members(counted, self.rank, self.ranks, self._watch)
+        texts = ask_members(counted, self.rank, self.ranks, self.watch)
         return attach(self._adopt(operation, counted), texts)
 
     def _adopt(self, operation: Operation, failure_record: FailureRecord) -> CommError:
@@ -616,7 +600,7 @@ class GroupHealth:
                 return
             if self._cause is None:
                 self._cause, self._breaker = cause, thread
-                self.shown.broken(cause, self._failure_record, self._watch.state)
+                self.shown.broken(cause, self._failure_record, self.watch.state)
             if self._breaker != thread:
                 return
         # What a signal handler raises here leaves the rest to this thread's next call of this function.
@@ -656,7 +640,7 @@ class GroupHealth:
 
     def lost(self) -> tuple[int, ...]:
         """Return the global ranks whose process has ended, ascending. Does not block; from any thread."""
-        return self._watch.lost()
+        return self.watch.lost()
 
     def blame(self, operation: str, missing: Sequence[int], within_s: float) -> CommError:
         """Find the rank at fault after a device gave up waiting, break the group, and return the error to raise.
@@ -701,6 +685,6 @@ class GroupHealth:
     def release(self) -> None:
         """Stop watching the other ranks and drop the transports, as the last step of leaving."""
         self.shown.status.leave()
-        self._watch.close()
+        self.watch.close()
         self._aborts.clear()
         self._planes.clear()

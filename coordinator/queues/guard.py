@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
-from device_comm.health import FAILURE_IDLE_EVERY_S, GroupHealth, Operation
+from device_comm.health import EXPLAIN_S, FAILURE_IDLE_EVERY_S, GroupHealth, Operation
 from shm_broadcast.errors import PeerLostError
 from shm_broadcast.reports.log_fields import LogFields
 
@@ -51,8 +52,24 @@ class GroupQueueGuard:
         """Break the group, and raise if more ranks are gone, or those that are have gone on without this one."""
         if self._has_own_writer and not self._health.is_closed:
             self._raise_if_excluded(call)
-            self._health.check_beyond(Operation("queue", call, 0), error.peers)
+            self._check_others(Operation("queue", call, 0), error.peers)
             self._health.fail(error, call)
+
+    def _check_others(self, operation: Operation, named: Sequence[int]) -> None:
+        """Break the group and raise if more ranks are gone than those that the queue has named.
+
+        Its connection to one rank of a host that vanishes may fail before the links find all of them lost. They are
+        waited for while that is in doubt, for at most `EXPLAIN_S`.
+        """
+        watch, end = self._health.watch, time.monotonic() + EXPLAIN_S
+        while True:
+            # Asked first: it looks for lost ranks itself, of which the next line must know.
+            is_over = not watch.is_in_doubt() or time.monotonic() >= end
+            if not set(watch.lost()) <= set(named):
+                self._health.check_peers(operation)
+            if is_over:
+                return
+            time.sleep(0.02)
 
     def _raise_if_excluded(self, call: str) -> None:
         if (

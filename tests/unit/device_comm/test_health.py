@@ -380,30 +380,6 @@ def test_a_transport_error_waits_for_a_rank_of_which_the_death_is_in_doubt(group
     assert list(error.peers) == [6]
 
 
-@pytest.mark.parametrize("named", [(5,), (5, 6)])
-def test_an_error_that_names_one_rank_of_a_vanished_host_is_replaced(
-    group: Group, named: tuple[int, ...]
-) -> None:
-    """A connection of one rank fails before all of its host are lost; that is waited for while it is in doubt."""
-    group.watch.dead, group.watch.doubts = (5,), 5
-    operation = Operation("queue", "dequeue", 0)
-    if named == (5, 6):
-        group.health.check_beyond(operation, named)
-        assert not group.health.is_broken
-        return
-    with pytest.raises(PeerLostError) as raised:
-        group.health.check_beyond(operation, named)
-    assert raised.value.peers == (6,)
-    assert group.health.is_broken
-
-
-def test_an_error_is_not_waited_for_without_doubt(group: Group) -> None:
-    """Nor does one that names all who are gone change."""
-    group.watch.dead = (5,)
-    group.health.check_beyond(Operation("queue", "dequeue", 0), (5,))
-    assert not group.health.is_broken
-
-
 def test_a_rank_that_the_last_look_finds_lost_explains_a_transport_error(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

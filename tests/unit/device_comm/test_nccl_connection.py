@@ -225,7 +225,7 @@ def test_a_peer_that_has_died_is_not_waited_for() -> None:
     library = Library()
     connection = connection_of(library)
     connection.connect()
-    cast("Any", health_of(connection))._watch.lost = lambda: (1,)
+    cast("Any", health_of(connection)).watch.lost = lambda: (1,)
     connection.close()
     assert library.count("ncclCommAbort") == 1
     assert "ncclCommFinalize" not in library.calls
@@ -329,7 +329,7 @@ def test_a_join_in_vain_ends_when_a_rank_has_left() -> None:
     library.may_join.clear()
     connection = connection_of(library)
     health = cast("Any", health_of(connection))
-    health._watch.lost = health._status_store.left = lambda: (1,)
+    health.watch.lost = health._status_store.left = lambda: (1,)
     error = error_of(connection.connect)
     library.may_join.set()
     assert isinstance(error, PeerLostError), error

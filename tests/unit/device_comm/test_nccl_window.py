@@ -102,7 +102,7 @@ def test_an_abort_of_a_quiet_communicator_deregisters_first() -> None:
     """No kernel uses the window, so it can go before the communicator."""
     library = WindowLibrary()
     connection = connected(library)
-    cast("Any", health_of(connection))._watch.lost = lambda: (1,)
+    cast("Any", health_of(connection)).watch.lost = lambda: (1,)
     connection.close()
     assert library.ends() == ["ncclCommWindowDeregister", "ncclCommAbort", "ncclMemFree"]
 

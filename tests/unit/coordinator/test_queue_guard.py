@@ -1,0 +1,79 @@
+"""What the guard of a group's queue makes of an error that the queue's own connection has found."""
+
+from typing import Any
+
+import pytest
+
+from coordinator.queues.guard import GroupQueueGuard
+from shm_broadcast.errors import PeerLostError
+
+LOST = PeerLostError("dequeue on queue 'steps' (reader, rank 1): lost the writer (rank 4)", peers=(4,))
+
+
+class Group:
+    """Stand for the health of a group and its watch over processes.
+
+    Rank 5, on the host of rank 4, is found lost behind the last of some doubts, or never.
+    """
+
+    is_closed = False
+
+    def __init__(self, doubts: int, also_lost: tuple[int, ...]) -> None:
+        self.watch = self
+        self.doubts = doubts
+        self.also_lost = also_lost
+        self.failures = list[PeerLostError]()
+
+    def exclusion(self, _where: str) -> None:
+        return None
+
+    def where(self, call: object) -> str:
+        return str(call)
+
+    def is_in_doubt(self) -> bool:
+        self.doubts -= 1
+        return self.doubts > 0
+
+    def lost(self) -> tuple[int, ...]:
+        return (4, *(self.also_lost if self.doubts <= 0 else ()))
+
+    def check_peers(self, call: object) -> None:
+        raise PeerLostError(f"{call}: lost", peers=self.lost())
+
+    def fail(self, error: PeerLostError, _call: str) -> None:
+        self.failures.append(error)
+
+
+def fail(group: Group) -> None:
+    health: Any = group
+    GroupQueueGuard(health, has_own_writer=True).failed("dequeue", LOST)
+
+
+@pytest.mark.guarantee("V1")
+@pytest.mark.parametrize("doubts", [0, 5])
+def test_all_ranks_of_a_host_are_named_where_the_connection_knows_one(doubts: int) -> None:
+    """They are waited for while the links are in doubt."""
+    group = Group(doubts, (5,))
+    with pytest.raises(PeerLostError) as raised:
+        fail(group)
+    assert raised.value.peers == (4, 5)
+    assert group.failures == []
+    assert group.doubts <= 0
+
+
+@pytest.mark.guarantee("V3")
+@pytest.mark.parametrize("doubts", [0, 5])
+def test_a_rank_that_is_lost_alone_breaks_the_group_by_the_queues_error(doubts: int) -> None:
+    """No rank behind it is lost, so that what the connection says is the whole cause."""
+    group = Group(doubts, ())
+    fail(group)
+    assert group.failures == [LOST]
+
+
+@pytest.mark.guarantee("V1")
+def test_a_doubt_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to another host may have no answer for longer."""
+    monkeypatch.setattr("coordinator.queues.guard.EXPLAIN_S", 0.1)
+    group = Group(10**9, (5,))
+    fail(group)
+    assert group.failures == [LOST]

@@ -17,6 +17,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
@@ -401,3 +402,12 @@ class PeerWatch:
                     descriptor = self._descriptors[rank]
                     del self._descriptors[rank]
                     os.close(descriptor)
+
+
+def refusal_to_watch(own: ProcessIdentity) -> CapabilityError | None:
+    """Return why this process, whose identity is `own`, cannot watch others, or None if it can."""
+    try:
+        with closing(PeerWatch(own, {0: own})):
+            return None
+    except CapabilityError as error:
+        return error.with_traceback(None)

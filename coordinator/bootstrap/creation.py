@@ -35,7 +35,7 @@ from shm_broadcast.liveness import PeerWatch, name_host, this_process
 from shm_broadcast.reports.failure_record import failure_of
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 # The name of the call, for the texts of the other ranks' errors.
 _WHAT: Final = "creating groups"
@@ -155,14 +155,16 @@ def _agree(
     """Exchange views with `ranks`, below `prefix` in the store, over a connection of its own."""
     store = world.store
     connect = partial(world.spare_connection().lent, store, prefix)
+    scoped, timeout_s = dist.PrefixStore(prefix, store), settings.create_timeout_s
     # A rank that has died since it joined the world will not join: the others need not wait for it.
-    with closing(PeerWatch(own.process, world.processes_of(set(ranks) - {world.rank}))) as watch:
+    with declining(scoped, what, world.rank):
+        watch = PeerWatch(own.process, world.processes_of(set(ranks) - {world.rank}))
+    with closing(watch):
         heartbeats = world.heartbeats(settings.remote.lost_after_s)
         heartbeats.listen(watch, ranks)
         # Behind it: a reported loss is held back while its host may have vanished as a whole.
         if world.is_torch:
             listen_for_losses(watch, ranks)
-        scoped, timeout_s = dist.PrefixStore(prefix, store), settings.create_timeout_s
         views = agree(
             scoped,
             what,

@@ -144,8 +144,11 @@ def _agree(store: dist.Store, plan: GroupPlan, own: View, timeout_s: float, agre
         others = {
             other: process for other, process in world.processes.items() if other in ranks and other != rank
         }
-    with closing(PeerWatch(own.process, others)) as watch:
-        return agree(store, f"group {plan.name!r}", rank, ranks, own, timeout_s, watch, agreed)
+    what = f"group {plan.name!r}"
+    with declining(store, what, rank):
+        watch = PeerWatch(own.process, others)
+    with closing(watch):
+        return agree(store, what, rank, ranks, own, timeout_s, watch, agreed)
 
 
 __all__ = ["BACKEND", "create", "register"]

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from coordinator.bootstrap.agreement import outcomes
 from coordinator.bootstrap.agreement.attendance import Attendance
 from coordinator.bootstrap.agreement.outcomes import Complete, Dissent, Failure, Outcome, Proposal
-from coordinator.bootstrap.agreement.views import Places, View, Views
+from coordinator.bootstrap.agreement.views import Places, View, Views, unable
 from coordinator.bootstrap.blocking_calls import (
     ask_store,
     clone_hint,
@@ -41,6 +41,7 @@ from coordinator.bootstrap.connections import SpareConnection
 from coordinator.bootstrap.membership import is_served_here
 from coordinator.stores import is_local
 from shm_broadcast.errors import (
+    CapabilityError,
     ClosedError,
     CommError,
     CommTimeoutError,
@@ -49,7 +50,7 @@ from shm_broadcast.errors import (
     PeerLostError,
 )
 from shm_broadcast.interruption import raised_by_handler
-from shm_broadcast.liveness import PeerWatch
+from shm_broadcast.liveness import PeerWatch, refusal_to_watch
 from shm_broadcast.stacks.attached import ask_missing, attach
 
 # A waiting rank asks at this interval who else has come on its kernel, so that it can watch them.
@@ -118,7 +119,8 @@ def agree(
         NativeError: The store is gone, and no known rank has died; or it holds what no rank has written.
     """
     where = f"creating {what} (rank {rank})"
-    view = msgspec.structs.replace(view, nonce=secrets.token_hex(8))
+    refusal = refusal_to_watch(view.process)
+    view = msgspec.structs.replace(view, nonce=secrets.token_hex(8), refusal=str(refusal or ""))
     connect = connect or partial(SpareConnection().lent, store)
     agreement = _Agreement(
         store,
@@ -132,6 +134,7 @@ def agree(
         agreed or threading.Event(),
         reported,
         check_store,
+        refusal,
     )
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
@@ -211,6 +214,8 @@ class _Agreement:
     _agreed: threading.Event
     _reported: PeerWatch | None
     _check_store: Callable[[], None]
+    # Why this rank cannot watch processes.
+    _refusal: CapabilityError | None
     # Holds whether the others may have seen this rank, once that is decided: by the thread that joins, or by the caller
     # that leaves. Of two that set one key of a dict by default the first counts, and no handler can strike within that.
     _joins: dict[str, bool] = dataclasses.field(default_factory=dict)
@@ -271,9 +276,15 @@ class _Agreement:
         return Views(self._rank, self._ranks, self._near(attendance, places), places)
 
     def _complete(self, store: dist.Store, attendance: Attendance) -> Outcome:
-        """Write that all have come with the same facts, unless there is an outcome; return the one that counts."""
-        places = Places.of(attendance.views(self._ranks).values())
-        return outcomes.decide(store, Complete(places.encode()))
+        """Write that all have come with the same facts, unless there is an outcome; return the one that counts.
+
+        If one of them cannot watch the others, that is the outcome: all raise for it now, and wait for it nowhere.
+        """
+        views = attendance.views(self._ranks)
+        rank = unable(views)
+        if rank is not None:
+            return outcomes.decide(store, outcomes.Refused(len(views), rank, views[rank].refusal))
+        return outcomes.decide(store, Complete(Places.of(views.values()).encode()))
 
     def _await_outcome(self, store: dist.Store) -> None:
         """Return once there is an outcome; a failure comes as one too."""
@@ -390,7 +401,7 @@ class _Agreement:
 
     def _look(self) -> None:
         """Watch those on this kernel that have come."""
-        if not self._joins.get("joins"):
+        if not self._joins.get("joins") or self._refusal is not None:
             return
         attendance = Attendance(self._store, self._rank, self._ranks)
         mates = set(attendance.mates(self._view.process.boot_id)) - {self._rank, *self._seen}
@@ -461,6 +472,9 @@ class _Agreement:
                     break
                 pause_s *= 2
                 told = store.add("told", 0)
+        refusal = self._refusal
+        if refusal is not None and isinstance(failure, outcomes.Refused) and failure.reason == str(refusal):
+            return refusal
         return failure.error(self._where, self._timeout_s)
 
 

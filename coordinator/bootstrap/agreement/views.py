@@ -19,7 +19,7 @@ import msgspec
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
 
-__all__ = ["Place", "Places", "View", "Views", "read_view", "write_view"]
+__all__ = ["Place", "Places", "View", "Views", "read_view", "unable", "write_view"]
 
 # Far more than the places of 100,000 ranks take: a store may be written by anybody who reaches it.
 _MOST_BYTES: Final = 1 << 24
@@ -37,8 +37,9 @@ class View(msgspec.Struct, frozen=True):
         address: Address at which the group's other ranks reach this rank; may differ.
         host_id: Host id; equal on ranks that can share memory.
         note: Further information for the ranks on the same kernel; may differ.
-        digest: Of the facts, which the store does not hold with a view; filled in by `agree`, and so is the next.
+        digest: Of the facts, which the store does not hold with a view; filled in by `agree`, and so are the next two.
         nonce: Random text that makes this view unique.
+        refusal: Why the rank cannot watch processes, or nothing.
     """
 
     facts: dict[str, str]
@@ -48,16 +49,18 @@ class View(msgspec.Struct, frozen=True):
     note: str = ""
     digest: str = ""
     nonce: str = ""
+    refusal: str = ""
 
 
-_Written = tuple[tuple[str, int, int, int, int, str], str, str, str, str, str]
+_Written = tuple[tuple[str, int, int, int, int, str], str, str, str, str, str, str]
 _written_decoder: Final = msgspec.json.Decoder(_Written)
 
 
 def write_view(view: View) -> str:
     """Return what the store holds of a view: all but the facts, without names, which would double what is received."""
     own = msgspec.structs.astuple(view.process)
-    return msgspec.json.encode((own, view.address, view.host_id, view.note, view.digest, view.nonce)).decode()
+    rest = view.address, view.host_id, view.note, view.digest, view.nonce, view.refusal
+    return msgspec.json.encode((own, *rest)).decode()
 
 
 def read_view(written: bytes) -> View:
@@ -68,6 +71,15 @@ def read_view(written: bytes) -> View:
     """
     process, *rest = _written_decoder.decode(written)
     return View({}, ProcessIdentity(*process), *rest)
+
+
+def unable(views: Mapping[int, View]) -> int | None:
+    """Return the first rank that would have to watch another one of `views` and cannot, or None."""
+    neighbours = Counter((view.process.boot_id, view.process.pid_namespace) for view in views.values())
+    for rank, view in sorted(views.items()):
+        if view.refusal and neighbours[view.process.boot_id, view.process.pid_namespace] > 1:
+            return rank
+    return None
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.bootstrap.agreement.views import Place, Places, View, Views, read_view, write_view
+from coordinator.bootstrap.agreement.views import (
+    Place,
+    Places,
+    View,
+    Views,
+    read_view,
+    unable,
+    write_view,
+)
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import this_process
 
@@ -130,3 +138,18 @@ def test_a_part_of_the_ranks_is_known_as_the_whole_is() -> None:
         assert watch.describe(7) == "no process known"
     finally:
         watch.close()
+
+
+def test_a_rank_that_cannot_watch_is_unable_only_beside_others() -> None:
+    """Of those that cannot, the first one counts that has another rank on its kernel and in its PID namespace."""
+    alone, first, second = (
+        msgspec.structs.replace(view(host), refusal="pidfd_open failed") for host in (0, 1, 1)
+    )
+    assert unable({0: alone, 1: view(1)}) is None
+    assert unable({0: alone, 3: second, 2: first}) == 2
+    assert unable({0: alone, 3: second, 2: view(1)}) == 3
+    apart = msgspec.structs.replace(
+        second, process=msgspec.structs.replace(second.process, pid_namespace=1 + first.process.pid_namespace)
+    )
+    assert unable({2: first, 3: apart}) is None
+    assert read_view(write_view(first).encode()).refusal == "pidfd_open failed"

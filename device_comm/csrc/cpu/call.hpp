@@ -76,6 +76,8 @@ public:
     // For a short call of one step: posts it, polls for some microseconds, and returns whether all ranks have posted.
     // The caller then completes it without releasing the GIL.
     bool is_soon_done();
+    // Shows the call in the status page, unless it is shown there; with the GIL held, before `run`.
+    void show();
     bool disagrees() const { return disagrees_; }
     // Who came last to this call, and how long this rank waited for it; valid once the first step is complete.
     status::End arrivals() const { return arrivals_; }
@@ -116,6 +118,7 @@ private:
     uint64_t at_ = 0;     // the current step of the call
     bool is_posted_ = false;
     bool disagrees_ = false;
+    bool is_shown_ = false;
     uint64_t arrived_;
     status::End arrivals_;
     std::vector<const void*> inputs_;

@@ -119,6 +119,7 @@ long advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
     // If the peers arrive at once, releasing and taking the GIL costs as much as the call itself.
     Wait wait = object->call->is_soon_done() ? object->call->run(0, 0) : Wait::kTime;
     if (wait == Wait::kTime) {
+        object->call->show();
         Py_BEGIN_ALLOW_THREADS
         wait = object->call->run(spin_ns, now_ns() + slice_ns);
         Py_END_ALLOW_THREADS
@@ -133,21 +134,6 @@ long advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
     return wait == Wait::kClosed ? kClosed : kPending;
 }
 
-// What the status page says of a call. The code is laid out as in `code_of`.
-status::Call shown(const Plan& plan) {
-    const uint64_t code = plan.view.code;
-    status::Call call;
-    call.kind = static_cast<uint8_t>(code);
-    call.dtype = static_cast<uint8_t>(code >> 8);
-    call.op = static_cast<uint8_t>(code >> 16);
-    call.root = static_cast<uint32_t>(code >> 24);
-    call.number = plan.view.number;
-    call.count = plan.view.count;
-    call.detail = plan.view.detail;
-    call.nbytes = plan.bytes != 0 ? plan.bytes : plan.columns.rows * plan.columns.row_bytes;
-    return call;
-}
-
 // The result of a method: a status, or nullptr with an exception set.
 PyObject* answer(long status) { return status < 0 ? nullptr : PyLong_FromLong(status); }
 
@@ -159,7 +145,6 @@ long start(Object* object, Plan&& plan, uint64_t code) {
     status::Lane* lane = object->region->lane();
     // The others take 0 for a rank that shows nothing.
     const uint64_t arrived = lane == nullptr ? 0 : status::ticks();
-    if (lane != nullptr) lane->begin(shown(plan), arrived);
     try {
         object->call = new Call(*object->region, std::move(plan), arrived);
     } catch (const std::bad_alloc&) {

@@ -68,10 +68,10 @@ public:
         std::fill(std::begin(counters_), std::end(counters_), nullptr);
     }
 
-    void begin(const Call& call, uint64_t now) {
+    void begin(const Call& call, uint64_t now, State state = State::kComputing) {
         LaneCall& own = *call_.load(std::memory_order_relaxed);
         Writing<LaneCall> writing(own);
-        own.state.store(static_cast<uint8_t>(State::kComputing), std::memory_order_relaxed);
+        own.state.store(static_cast<uint8_t>(state), std::memory_order_relaxed);
         put(own.kind, call.kind);
         put(own.dtype, call.dtype);
         put(own.op, call.op);
@@ -81,6 +81,9 @@ public:
         put(own.detail, call.detail);
         put(own.nbytes, call.nbytes);
         put(own.root, call.root);
+        // The ring of records is larger than a first-level cache: its next line is fetched while the call goes on.
+        const Page& page = *written_.page;
+        __builtin_prefetch(&page.records[page.header.records.load(std::memory_order_relaxed) % kRecords], 1);
     }
 
     // From any thread that is in the call, also without the GIL.

@@ -242,13 +242,13 @@ void lane_dealloc(PyObject* self) {
     Py_DECREF(type);
 }
 
-// lane.begin(kind, number, nbytes, peer)
+// lane.begin(kind, number, nbytes, peer, state=computing)
 PyObject* lane_begin(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    if (count != 4) {
-        PyErr_Format(PyExc_TypeError, "begin takes 4 arguments, got %zd", count);
+    if (count != 4 && count != 5) {
+        PyErr_Format(PyExc_TypeError, "begin takes 4 or 5 arguments, got %zd", count);
         return nullptr;
     }
-    uint64_t v[4];
+    uint64_t v[5] = {0, 0, 0, 0, static_cast<uint64_t>(State::kComputing)};
     for (Py_ssize_t i = 0; i < count; ++i) {
         v[i] = PyLong_AsUnsignedLongLong(args[i]);
         if (v[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return nullptr;
@@ -258,7 +258,7 @@ PyObject* lane_begin(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     call.number = v[1];
     call.count = call.nbytes = v[2];
     call.root = static_cast<uint32_t>(v[3]);
-    lane_of(self)->lane->begin(call, ticks());
+    lane_of(self)->lane->begin(call, ticks(), static_cast<State>(v[4] & 3));
     Py_RETURN_NONE;
 }
 

@@ -100,7 +100,7 @@ def of_python(rounds: int, calls: int) -> dict[str, list[float]]:
         pass
 
     def over_gloo() -> None:
-        lane = shown.lane("device")
+        lane = shown.lanes["device"]
         lane.begin(kind_of("all_reduce"), 7, 1024, NOBODY)
         shown.wait(collective, work, None, wait)
         lane.end(DONE)

@@ -114,7 +114,7 @@ def collective(
     """
     # It may have taken its number when a handler raises.
     operation = Operation(plane, name, 0)
-    lane = health.shown.lane(plane)
+    lane = health.shown.lanes[plane]
     try:
         operation = health.begin(plane, name)
         lane.begin(kind_of(name), operation.number, nbytes, root)

@@ -341,8 +341,8 @@ def status_nowhere() -> StatusLane:
 class StatusLane:
     """A lane of this process's page: the calls that one plane of a group makes, one at a time."""
 
-    def begin(self, kind: int, number: int, nbytes: int, peer: int, /) -> None:
-        """Show a call that begins."""
+    def begin(self, kind: int, number: int, nbytes: int, peer: int, state: int = ..., /) -> None:
+        """Show a call that begins, with a `LaneState`: without one it computes."""
 
     def set_state(self, state: int, /) -> None:
         """Show a `LaneState`."""

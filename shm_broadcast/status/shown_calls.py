@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeVar
 
@@ -43,11 +44,26 @@ def _epoch_of(name: str) -> int:
     return int(epoch) if epoch.isdecimal() else 0
 
 
+class _Lanes(dict[str, StatusLane]):
+    """The lanes of the collectives of a group's planes, each made when it is first asked for."""
+
+    def __init__(self, status: GroupStatus) -> None:
+        """Make lanes of the group that has this record."""
+        self._status = status
+        # Those of the planes that are no process group.
+        self.algorithms: dict[str, str] = {}
+
+    def __missing__(self, plane: str) -> StatusLane:
+        lane = self[plane] = self._status.lane(plane, self.algorithms.get(plane, "process group"))
+        return lane
+
+
 class ShownCalls:
     """What the status page shows of one group in this process.
 
     Attributes:
         status: The group's record, and its lanes in native code.
+        lanes: Where the collectives of each plane are shown, one at a time. Looking a plane up makes its lane.
     """
 
     def __init__(self, name: str, place: int, ranks: Sequence[int]) -> None:
@@ -55,25 +71,15 @@ class ShownCalls:
         self.status: GroupStatus = own_page().group(name, place, ranks, _epoch_of(name))
         self._ranks, self._place = tuple(ranks), place
         self._places = {rank: at for at, rank in enumerate(self._ranks)}
-        # For the collectives of a plane, one at a time.
-        self._lanes: dict[str, StatusLane] = {}
-        self._algorithms: dict[str, str] = {}
+        self.lanes: _Lanes = _Lanes(self.status)
         # Planes whose native code shows its waits itself.
         self._native: set[str] = set()
         # For calls between two ranks, of which threads may make several at once.
-        self._idle: dict[str, list[StatusLane]] = {}
-
-    def lane(self, plane: str) -> StatusLane:
-        """Return where the collectives of `plane` are shown."""
-        lane = self._lanes.get(plane)
-        if lane is None:
-            algorithm = self._algorithms.get(plane, "process group")
-            lane = self._lanes[plane] = self.status.lane(plane, algorithm)
-        return lane
+        self._idle: defaultdict[str, list[StatusLane]] = defaultdict(list)
 
     def carry(self, plane: str, algorithm: str) -> None:
         """Show `algorithm` for the collectives of `plane`, of which none has been made yet, and not a process group."""
-        self._algorithms[plane] = algorithm
+        self.lanes.algorithms[plane] = algorithm
 
     def native_lane(self, plane: str, algorithm: str) -> StatusLane:
         """Return where native code shows the collectives of `plane`, and its waits in them."""
@@ -106,7 +112,7 @@ class ShownCalls:
             if plane in self._native:
                 wait(call, work, timeout_s)
                 return
-            lane = self._lanes.get(plane)
+            lane = self.lanes.get(plane)
         if lane is not None:
             try:
                 lane.set_state(ASLEEP)
@@ -115,15 +121,12 @@ class ShownCalls:
                 lane.set_state(COMPUTING)
             return
         pending = work.pending()
-        idle = self._idle.get(plane)
-        if idle is None:
-            idle = self._idle.setdefault(plane, [])
+        idle = self._idle[plane]
         lane = idle.pop() if idle else self.status.lane(f"{plane}{WAITS}", _WAITING)
         peer = self._places.get(pending[0], NOBODY) if pending else NOBODY
         outcome = FAILED
         try:
-            lane.begin(kind_of(call.name), number, 0, peer)
-            lane.set_state(ASLEEP)
+            lane.begin(kind_of(call.name), number, 0, peer, ASLEEP)
             wait(call, work, timeout_s)
             outcome = DONE
         finally:

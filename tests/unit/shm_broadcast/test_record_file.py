@@ -244,7 +244,7 @@ def test_one_dump_is_written_when_a_group_breaks(tmp_path: Path) -> None:
     """It holds the page with the call that goes on, the failure record and the states of the others."""
     folder = begin(tmp_path / "record")
     shown = ShownCalls("tp:0", 0, [4, 7, 9])
-    lane = shown.lane("device")
+    lane = shown.lanes["device"]
     lane.begin(kind_of("all_reduce"), 3, 64, 0)
     lane.set_state(LaneState.ASLEEP)
     shown.broken(CommTimeoutError("too late"), LOST, {7: "dead", 9: "alive"}.__getitem__)
@@ -339,7 +339,7 @@ def test_a_page_without_a_file_writes_no_dump(tmp_path: Path) -> None:
 def test_a_call_that_ended_is_in_the_file_without_any_help(tmp_path: Path) -> None:
     """What the page holds is in the file at once: nothing is flushed by the process."""
     folder = begin(tmp_path / "record")
-    lane = ShownCalls("tp:0", 0, [0, 1]).lane("device")
+    lane = ShownCalls("tp:0", 0, [0, 1]).lanes["device"]
     lane.begin(kind_of("barrier"), 1, 0, 0)
     lane.end(Outcome.DONE)
     (record,) = decode_page(files(folder, PAGE_SUFFIX)[0].read_bytes()).records

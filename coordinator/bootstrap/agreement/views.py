@@ -75,9 +75,13 @@ def read_view(written: bytes) -> View:
 
 def unable(views: Mapping[int, View]) -> int | None:
     """Return the first rank that would have to watch another one of `views` and cannot, or None."""
-    neighbours = Counter((view.process.boot_id, view.process.pid_namespace) for view in views.values())
-    for rank, view in sorted(views.items()):
-        if view.refusal and neighbours[view.process.boot_id, view.process.pid_namespace] > 1:
+    for rank in sorted(rank for rank, view in views.items() if view.refusal):
+        own = views[rank].process
+        if any(
+            (view.process.boot_id, view.process.pid_namespace) == (own.boot_id, own.pid_namespace)
+            for other, view in views.items()
+            if other != rank
+        ):
             return rank
     return None
 

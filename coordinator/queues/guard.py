@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from device_comm.health import EXPLAIN_S, FAILURE_IDLE_EVERY_S, GroupHealth, Operation
 from shm_broadcast.errors import PeerLostError
 from shm_broadcast.reports.log_fields import LogFields
+
+# An event loop would stand still meanwhile.
+_NEVER_WAIT: Final = ("adequeue", "try_dequeue")
 
 
 class GroupQueueGuard:
@@ -58,10 +62,12 @@ class GroupQueueGuard:
     def _check_others(self, operation: Operation, named: Sequence[int]) -> None:
         """Break the group and raise if more ranks are gone than those that the queue has named.
 
-        Its connection to one rank of a host that vanishes may fail before the links find all of them lost. They are
-        waited for while that is in doubt, for at most `EXPLAIN_S`.
+        Its connection to one rank of a host that vanishes may fail before the links find all of them lost: by the time
+        between two beats, which is 0.5 s at most. They are waited for while that is in doubt, for at most `EXPLAIN_S`:
+        a link to a third host may be in doubt for longer. A call that never waits does not do so here either.
         """
-        watch, end = self._health.watch, time.monotonic() + EXPLAIN_S
+        within_s = 0.0 if operation.name in _NEVER_WAIT else EXPLAIN_S
+        watch, end = self._health.watch, time.monotonic() + within_s
         while True:
             # Asked first: it looks for lost ranks itself, of which the next line must know.
             is_over = not watch.is_in_doubt() or time.monotonic() >= end

@@ -44,9 +44,9 @@ class Group:
         self.failures.append(error)
 
 
-def fail(group: Group) -> None:
+def fail(group: Group, call: str = "dequeue") -> None:
     health: Any = group
-    GroupQueueGuard(health, has_own_writer=True).failed("dequeue", LOST)
+    GroupQueueGuard(health, has_own_writer=True).failed(call, LOST)
 
 
 @pytest.mark.guarantee("V1")
@@ -77,3 +77,16 @@ def test_a_doubt_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyP
     group = Group(10**9, (5,))
     fail(group)
     assert group.failures == [LOST]
+
+
+@pytest.mark.guarantee("R18")
+@pytest.mark.parametrize("call", ["adequeue", "try_dequeue"])
+def test_a_call_of_an_event_loop_waits_for_no_doubt(call: str) -> None:
+    """The loop would stand still: the error names the ranks that are known, all of them if the links know of more."""
+    group = Group(5, (5,))
+    fail(group, call)
+    assert group.failures == [LOST]
+    assert group.doubts == 4
+    with pytest.raises(PeerLostError) as raised:
+        fail(Group(0, (5,)), call)
+    assert raised.value.peers == (4, 5)

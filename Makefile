@@ -74,7 +74,7 @@ test-native: $(STAMP) ## Run the slow tests of native code: the cores under sani
 	$(PY) -m pytest -q -n 2 $(END_HANGING) -m "thorough and not proof" tests/native
 
 test-thorough: $(STAMP) ## Run all other slow tests: stress, fuzzing, the matrix of failures, ten thousand cycles, in under an hour
-	$(PY) -m pytest -q -n $(SLOW_WORKERS) --dist worksteal --durations=25 -o faulthandler_timeout=2400 $(END_HANGING) -m "thorough and (proof or not native)" tests
+	$(PY) -m pytest -q -n $(SLOW_WORKERS) --durations=25 -o faulthandler_timeout=2400 $(END_HANGING) -m "thorough and (proof or not native)" tests
 
 stress: $(STAMP) ## Let ranks make random calls under signals, stops, kills and Ctrl-C, and check every byte (MINUTES=1 RANKS=4 SEED=…)
 	$(PY) -m tests.stress --minutes $(or $(MINUTES),1) --ranks $(or $(RANKS),4) $(if $(SEED),--seed $(SEED))

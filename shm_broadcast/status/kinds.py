@@ -44,7 +44,7 @@ _MOST_NAMES: Final = 1024
 
 
 class _Kinds(dict[str, int]):
-    """The kind of each name that was asked for; asking takes 53 ns where `functools.lru_cache` takes 83."""
+    """The kind of each name that was asked for; asking takes two thirds of the time of `functools.lru_cache`."""
 
     def __missing__(self, name: str) -> int:
         if len(self) >= _MOST_NAMES:

@@ -142,9 +142,8 @@ PyObject* answer(long status) { return status < 0 ? nullptr : PyLong_FromLong(st
 long start(Object* object, Plan&& plan, uint64_t code) {
     plan.view.number = object->number + 1;
     plan.view.code = code;
-    status::Lane* lane = object->region->lane();
     // The others take 0 for a rank that shows nothing.
-    const uint64_t arrived = lane == nullptr ? 0 : status::ticks();
+    const uint64_t arrived = object->region->lane() == nullptr ? 0 : status::ticks();
     try {
         object->call = new Call(*object->region, std::move(plan), arrived);
     } catch (const std::bad_alloc&) {

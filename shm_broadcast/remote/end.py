@@ -52,7 +52,7 @@ class RemoteEnd(ABC):
         self._settings = settings
         self.warns = True
         self.guard: QueueGuard | None = None
-        self.is_asking = False
+        self.is_asking: bool = False
         self._look_at = 0.0
         self._forks = fork_count()
         self._identity: bytes = msgspec.msgpack.encode(this_process())

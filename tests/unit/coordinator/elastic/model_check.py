@@ -7,7 +7,6 @@ are explored once. What only its own rank notices is done together with the step
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -105,9 +104,9 @@ _STALE: Final = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a rank is.
+    """Where a rank is. There is one object for each place, so that they are compared at once.
 
     Attributes:
         told: One series of answers that leads there.
@@ -190,45 +189,99 @@ def _next(generator: Any, answer: Any, refusal: str) -> Any:
     return wants
 
 
-class _State(NamedTuple):
-    store: tuple[tuple[str, str], ...]
-    places: tuple[_Place, ...]
-    crashed: frozenset[int]
-    building: frozenset[tuple[int, int]]
-    give_ups: int
-    # Ranks for which something has changed since they last paused: only these look again without a time-out.
-    stirred: frozenset[int]
-    strikes: int = 0
+class _Store:
+    """What the store holds, once for each content.
 
-    def key(self) -> tuple[Any, ...]:
-        """Return what tells this state from others. Where a rank that has crashed was does not matter."""
-        places = tuple(-1 if me in self.crashed else id(place) for me, place in enumerate(self.places))
-        running = frozenset(
-            me for me, place in enumerate(self.places) if place.end is None and me not in self.crashed
-        )
-        stirred = self.stirred & running
-        return (
-            _relevant(self.store),
-            places,
-            self.crashed,
-            self.building,
-            self.give_ups,
-            stirred,
-            self.strikes,
-        )
+    Attributes:
+        held: The values by their keys.
+        relevant: What decides how ranks go on: behind the outcome of a step nobody asks who has said what in it. Stores
+            for which that is equal share it.
+    """
+
+    def __init__(self, held: dict[str, str], relevant: _Relevant) -> None:
+        self.held = held
+        self.relevant = relevant
+        self.after: dict[tuple[str, str], _Store] = {}
 
 
-@functools.cache
-def _relevant(store: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """Return what decides how ranks go on: behind the outcome of a step nobody asks who has said what in it."""
-    keys = {key for key, _ in store}
+class _Relevant:
+    """Stands for what `_Store.relevant` says; it is equal to itself alone, which is compared at once."""
+
+
+class _Stores:
+    """Every store that was met."""
+
+    def __init__(self) -> None:
+        self._stores: dict[tuple[tuple[str, str], ...], _Store] = {}
+        self._relevant: dict[tuple[tuple[str, str], ...], _Relevant] = {}
+        self.empty = self._store({})
+
+    def put(self, store: _Store, key: str, value: str) -> _Store:
+        """Return what `store` is once `key` has this value."""
+        found = store.after.get((key, value))
+        if found is None:
+            found = store.after[key, value] = self._store({**store.held, key: value})
+        return found
+
+    def _store(self, held: dict[str, str]) -> _Store:
+        content = tuple(sorted(held.items()))
+        found = self._stores.get(content)
+        if found is None:
+            relevant = self._relevant.setdefault(_relevant(content), _Relevant())
+            found = self._stores[content] = _Store(held, relevant)
+        return found
+
+
+def _relevant(content: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    keys = {key for key, _ in content}
     outcomes = {"present": "members", "confirm": "go", "made": "result", "commit": "decision"}
 
     def is_over(key: str) -> bool:
         number, step, *member = key.split("/")
         return bool(member) and f"{number}/{outcomes[step]}" in keys
 
-    return tuple((key, value) for key, value in store if not is_over(key))
+    return tuple((key, value) for key, value in content if not is_over(key))
+
+
+class _State(NamedTuple):
+    """What tells two states apart.
+
+    Attributes:
+        relevant: What counts of the store.
+        places: Where each rank is; None if it has crashed.
+        building: Attempt and rank, of the ranks that have begun to build.
+        give_ups: How often ranks may still give up.
+        strikes: How often they may still be interrupted.
+        stirred: Ranks that go on, for which something has changed since they last paused: only these look again without
+            a time-out. A bit for each.
+    """
+
+    relevant: _Relevant
+    places: tuple[_Place | None, ...]
+    building: frozenset[tuple[int, int]]
+    give_ups: int
+    strikes: int
+    stirred: int
+
+
+class _Step(NamedTuple):
+    """What a rank may do next.
+
+    Attributes:
+        place: Where it is then.
+        store: What the store holds then.
+        starts: The attempt for which it begins to build; None if it does not.
+        is_struck: Whether it is interrupted.
+        has_given_up: Whether it has waited long enough although others may go on.
+        has_paused: Whether it looks again at once only when something changes.
+    """
+
+    place: _Place
+    store: _Store
+    starts: tuple[int, int] | None = None
+    is_struck: bool = False
+    has_given_up: bool = False
+    has_paused: bool = False
 
 
 def explore(members: int, limits: Limits) -> Result:
@@ -248,30 +301,7 @@ def explore(members: int, limits: Limits) -> Result:
         make = partial(_serving, everybody=everybody, limits=limits)
     programs = [_Program(partial(make, me), REFUSAL if me in limits.refusing else "") for me in everybody]
     programs += [_Program(partial(_joining, members + each)) for each in range(limits.joiners)]
-    places = tuple(program.start for program in programs)
-    start = _State((), places, frozenset(), frozenset(), limits.give_ups, frozenset(), limits.strikes)
-    result, seen, stack = Result(), set[Any](), [start]
-    while stack:
-        state = stack.pop()
-        key = state.key()
-        if key in seen:
-            continue
-        seen.add(key)
-        result.states += 1
-        _check(state, limits)
-        following = list(_following(state, programs, limits))
-        if not following:
-            _check_over(state)
-            end = tuple(
-                "crashed" if me in state.crashed else _shown(place.end)
-                for me, place in enumerate(state.places)
-            )
-            result.ends[end] = result.ends.get(end, 0) + 1
-            result.reasons.update(
-                place.end.reason for place in state.places if isinstance(place.end, protocol.Refused)
-            )
-        stack += following
-    return result
+    return _Explorer(programs, limits).explore()
 
 
 def _planned(me: int, members: tuple[int, ...], limits: Limits) -> Any:
@@ -350,91 +380,157 @@ def _shown(end: End | None) -> str:
     )
 
 
-def _following(state: _State, programs: list[_Program], limits: Limits) -> Iterator[_State]:
-    store = dict(state.store)
-    running = [me for me, place in enumerate(state.places) if place.end is None and me not in state.crashed]
-    moved, everybody = False, frozenset(range(len(programs)))
+class _Explorer:
+    """Explores all runs of some programs."""
 
-    def told(me: int, answer: Any, **changed: Any) -> _State:
-        place = programs[me].after(state.places[me], answer)
-        places = (*state.places[:me], place, *state.places[me + 1 :])
-        if isinstance(state.places[me].wants, Pause):
-            changed["stirred"] = state.stirred - {me}
-        elif _relevant(changed.get("store", state.store)) != _relevant(state.store):
-            changed["stirred"] = everybody
-        return state._replace(places=places, **changed)
+    def __init__(self, programs: list[_Program], limits: Limits) -> None:
+        self._programs = programs
+        self._limits = limits
+        self._stores = _Stores()
+        # What a rank may do depends on its own place, on the store and on little else: it is found once.
+        self._steps: dict[Any, tuple[_Step, ...]] = {}
 
-    for me in running:
-        if (
-            isinstance(state.places[me].wants, Build)
-            and (state.places[me].wants.number, me) not in state.building
-        ):
-            moved = True
-            yield state._replace(building=state.building | {(state.places[me].wants.number, me)})
-            continue
-        for answer, changed in _answers(me, state, store, limits):
-            moved = True
-            yield told(me, answer, **changed)
-        place = state.places[me]
-        if state.strikes and place.is_planned is not None and not isinstance(place.wants, Tell):
-            yield told(me, _STRUCK, strikes=state.strikes - 1)
-        if isinstance(state.places[me].wants, Pause) and state.give_ups:
+    def explore(self) -> Result:
+        """Do what `explore` does."""
+        places = tuple(program.start for program in self._programs)
+        limits, empty = self._limits, self._stores.empty
+        start = _State(empty.relevant, places, frozenset(), limits.give_ups, limits.strikes, 0)
+        result, seen, stack = Result(), {start}, [(start, empty)]
+        while stack:
+            state, store = stack.pop()
+            result.states += 1
+            _check(state, store, limits)
+            is_over = True
+            for following in self._following(state, store):
+                is_over = False
+                if following[0] not in seen:
+                    seen.add(following[0])
+                    stack.append(following)
+            if is_over:
+                _check_over(state)
+                _count(state, result)
+        return result
+
+    def _following(self, state: _State, store: _Store) -> Iterator[tuple[_State, _Store]]:
+        running = [(me, place) for me, place in enumerate(state.places) if place and place.end is None]
+        crashed = [me for me, place in enumerate(state.places) if place is None]
+        everybody = sum(1 << me for me, _ in running)
+        has_moved = False
+        for me, place in running:
+            for step in self._steps_of(me, place, state, store, crashed):
+                has_moved = has_moved or not (step.is_struck or step.has_given_up)
+                yield _stepped(state, me, step, everybody), step.store
+        if not has_moved:
+            # All wait: time passes, and each of them may be the first to have waited long enough.
+            all_serve = all(isinstance(place.wants, _Serve) for _, place in running)
+            for me, place in running:
+                for answer in (False,) if all_serve else (1, 2) if isinstance(place.wants, Pause) else ():
+                    step = _Step(self._programs[me].after(place, answer), store, has_paused=not all_serve)
+                    yield _stepped(state, me, step, everybody), store
+        if len(crashed) < self._limits.crashes:
+            for me, _ in running:
+                places = (*state.places[:me], None, *state.places[me + 1 :])
+                yield state._replace(places=places, stirred=everybody & ~(1 << me)), store
+
+    def _steps_of(
+        self, me: int, place: _Place, state: _State, store: _Store, crashed: list[int]
+    ) -> tuple[_Step, ...]:
+        others: Any = None
+        if isinstance(place.wants, Pause):
+            others = state.stirred >> me & 1
+        elif isinstance(place.wants, Dead):
+            others = tuple(crashed)
+        elif isinstance(place.wants, Build):
+            others = tuple(crashed), state.building
+        key = place, store, others, bool(state.strikes), bool(state.give_ups)
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = tuple(self._find_steps(me, place, state, store, frozenset(crashed)))
+        return found
+
+    def _find_steps(
+        self, me: int, place: _Place, state: _State, store: _Store, crashed: frozenset[int]
+    ) -> Iterator[_Step]:
+        wants, after = place.wants, partial(self._programs[me].after, place)
+        if isinstance(wants, Build) and (wants.number, me) not in state.building:
+            yield _Step(place, store, starts=(wants.number, me))
+            return
+        for answer in self._answers(me, place, state, store, crashed):
+            written = store
+            if isinstance(wants, Put):
+                written = self._stores.put(store, wants.key, wants.value)
+            elif isinstance(wants, (Swap, Tell)):
+                written = self._stores.put(store, wants.key, answer)
+            yield _Step(after(answer), written, has_paused=isinstance(wants, Pause))
+        if state.strikes and place.is_planned is not None and not isinstance(wants, Tell):
+            yield _Step(after(_STRUCK), store, is_struck=True, has_paused=isinstance(wants, Pause))
+        if isinstance(wants, Pause) and state.give_ups:
             for waited in (1, 2):
-                yield told(me, waited, give_ups=state.give_ups - 1)
-    if not moved:
-        # All wait: time passes, and each of them may be the first to have waited long enough.
-        if all(isinstance(state.places[me].wants, _Serve) for me in running):
-            for me in running:
-                yield told(me, False)
-        for me in running:
-            if isinstance(state.places[me].wants, Pause):
-                yield told(me, 1)
-                yield told(me, 2)
-    if len(state.crashed) < limits.crashes:
-        for me in running:
-            yield state._replace(crashed=state.crashed | {me}, stirred=everybody)
+                yield _Step(after(waited), store, has_given_up=True, has_paused=True)
 
+    def _answers(
+        self, me: int, place: _Place, state: _State, store: _Store, crashed: frozenset[int]
+    ) -> Iterator[Any]:
+        """Yield what a rank may be told next."""
+        wants, held, limits = place.wants, store.held, self._limits
+        if isinstance(wants, Choose):
+            yield Chosen(wants.alive) if not place.is_planned else self._choice(wants, held)
+        elif isinstance(wants, Put):
+            yield None
+        elif isinstance(wants, Get):
+            yield {key: held[key] for key in wants.keys if key in held}
+        elif isinstance(wants, _Serve):
+            if f"broken/{wants.number}" in held:
+                yield True
+        elif isinstance(wants, (Swap, Tell)):
+            is_kept = not (limits.overwrites and wants.key.endswith(limits.overwrites))
+            yield held.get(wants.key, wants.value) if is_kept else wants.value
+        elif isinstance(wants, Dead):
+            yield crashed
+        elif isinstance(wants, Pause):
+            if state.stirred >> me & 1:
+                yield 0
+        elif isinstance(wants, Build):
+            if me in limits.failing:
+                yield "there is no memory"
+            elif all((wants.number, member) in state.building for member in wants.members):
+                yield ""
+            elif crashed.intersection(wants.members) or _has_left(wants, held):
+                yield f"{protocol.LOST}a member is gone"
+        else:
+            raise TypeError(f"there is no operation {wants!r}")
 
-def _answers(
-    me: int, state: _State, store: dict[str, str], limits: Limits
-) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield what a rank may be told next, and what changes with it."""
-    wants = state.places[me].wants
-    if isinstance(wants, Choose) and not state.places[me].is_planned:
-        yield Chosen(wants.alive), {}
-    elif isinstance(wants, Choose):
+    def _choice(self, wants: Choose, held: Mapping[str, str]) -> Chosen | None:
         joiners = tuple(
             me
-            for me in range(limits.members, len(state.places))
-            if f"joining/{me}" in store and f"refused/{me}" not in store and f"invited/{me}" not in store
+            for me in range(self._limits.members, len(self._programs))
+            if f"joining/{me}" in held and f"refused/{me}" not in held and f"invited/{me}" not in held
         )
-        stay = tuple(member for member in wants.alive if member not in limits.leavers)
-        yield (None if len(joiners) < limits.joiners else Chosen(stay + joiners)), {}
-    elif isinstance(wants, Put):
-        yield None, {"store": _sorted({**store, wants.key: wants.value})}
-    elif isinstance(wants, Get):
-        yield {key: store[key] for key in wants.keys if key in store}, {}
-    elif isinstance(wants, _Serve):
-        if f"broken/{wants.number}" in store:
-            yield True, {}
-    elif isinstance(wants, (Swap, Tell)):
-        is_kept = wants.key in store and not (limits.overwrites and wants.key.endswith(limits.overwrites))
-        value = store[wants.key] if is_kept else wants.value
-        yield value, {"store": _sorted({**store, wants.key: value})}
-    elif isinstance(wants, Dead):
-        yield state.crashed, {}
-    elif isinstance(wants, Pause):
-        if me in state.stirred:
-            yield 0, {}
-    elif isinstance(wants, Build):
-        if me in limits.failing:
-            yield "there is no memory", {}
-        elif all((wants.number, member) in state.building for member in wants.members):
-            yield "", {}
-        elif state.crashed.intersection(wants.members) or _has_left(wants, store):
-            yield f"{protocol.LOST}a member is gone", {}
-    else:
-        raise TypeError(f"there is no operation {wants!r}")
+        stay = tuple(member for member in wants.alive if member not in self._limits.leavers)
+        return None if len(joiners) < self._limits.joiners else Chosen(stay + joiners)
+
+
+def _stepped(state: _State, me: int, step: _Step, everybody: int) -> _State:
+    """Return the state behind a step of rank `me`; `everybody` are the ranks that go on before it."""
+    places = (*state.places[:me], step.place, *state.places[me + 1 :])
+    stirred = state.stirred
+    if step.has_paused:
+        stirred &= ~(1 << me)
+    elif step.store.relevant is not state.relevant:
+        stirred = everybody
+    if step.place.end is not None:
+        stirred &= ~(1 << me)
+    building = state.building if step.starts is None else state.building | {step.starts}
+    give_ups, strikes = state.give_ups - step.has_given_up, state.strikes - step.is_struck
+    return _State(step.store.relevant, places, building, give_ups, strikes, stirred)
+
+
+def _count(state: _State, result: Result) -> None:
+    """Count the end of a run."""
+    ends = [place.end for place in state.places if place]
+    end = tuple("crashed" if place is None else _shown(place.end) for place in state.places)
+    result.ends[end] = result.ends.get(end, 0) + 1
+    result.reasons.update(end.reason for end in ends if isinstance(end, protocol.Refused))
 
 
 def _has_left(wants: Build, store: Mapping[str, str]) -> bool:
@@ -443,21 +539,16 @@ def _has_left(wants: Build, store: Mapping[str, str]) -> bool:
     return any(store.get(key, protocol.OK) != protocol.OK for key in keys)
 
 
-def _sorted(store: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(store.items()))
-
-
-def _check(state: _State, limits: Limits) -> None:
-    if set(limits.refusing) - state.crashed:
+def _check(state: _State, store: _Store, limits: Limits) -> None:
+    if any(state.places[me] for me in limits.refusing):
         # What was torn down would be torn down already: a rank does that together with the step before `Build`.
-        building = [me for me, place in enumerate(state.places) if isinstance(place.wants, Build)]
+        building = [me for me, place in enumerate(state.places) if place and isinstance(place.wants, Build)]
         assert not building, f"ranks {building} build though {limits.refusing} refuse"
-    if all(place.end is None for place in state.places):
+    if all(place is None or place.end is None for place in state.places):
         return
-    store = dict(state.store)
     memberships: dict[int, set[tuple[int, ...]]] = {}
     for me, place in enumerate(state.places):
-        end = place.end
+        end = place.end if place else None
         if isinstance(end, protocol.Late) and me >= limits.members:
             assert end == protocol.Late(0, ()), (
                 f"rank {me} has taken part in attempt {end.number}, and ends with {end}"
@@ -466,7 +557,7 @@ def _check(state: _State, limits: Limits) -> None:
             assert me in end.members, f"rank {me} is none of {end.members}"
             memberships.setdefault(end.number, set()).add(end.members)
             for member in end.members:
-                made = store.get(f"{end.number}/made/{member}")
+                made = store.held.get(f"{end.number}/made/{member}")
                 assert made == protocol.OK, f"epoch {end.number} is complete, rank {member} has made {made}"
     assert all(len(found) == 1 for found in memberships.values()), f"several memberships: {memberships}"
     completed = sorted(memberships)
@@ -474,5 +565,5 @@ def _check(state: _State, limits: Limits) -> None:
 
 
 def _check_over(state: _State) -> None:
-    waiting = [me for me, place in enumerate(state.places) if place.end is None and me not in state.crashed]
+    waiting = [me for me, place in enumerate(state.places) if place and place.end is None]
     assert not waiting, f"ranks {waiting} wait for ever"

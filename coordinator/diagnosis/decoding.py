@@ -36,6 +36,8 @@ _USED: Final = {
     for name, table in TABLES.items()
     if name not in ("header", "records")
 }
+# The numbers of all records, which are their first words: most places of a young process are free.
+_COMMITS: Final = struct.Struct("<" + f"Q{TABLES['records'].nbytes - 8}x" * TABLES["records"].number)
 # Of a record: its number, when it began, the lane, the last rank, and by how much that was late.
 _LATENESS: Final = struct.Struct("<Q16xQ8xHH16xI")
 _LATEST_NS: Final = 2**63 - 1
@@ -286,11 +288,14 @@ def _records(
     `calls` have been recorded in all, or a few more since the header was copied.
     """
     number, found = TABLES["records"].number, []
+    commits = _COMMITS.unpack_from(copy, TABLES["records"].offset)
     for ahead in range(min(newest, number)):
         place = (calls - 1 - ahead) % number
+        index = commits[place]
+        if not index or (index - 1) % number != place:
+            continue
         row = _row(copy, "records", place)
-        index = row["commit"]
-        if not index or (index - 1) % number != place or row["lane"] not in lanes:
+        if row["lane"] not in lanes:
             continue
         lane = lanes[row["lane"]]
         group = groups.get(lane["group"] - 1)

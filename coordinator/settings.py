@@ -5,6 +5,7 @@ choices, `LaunchEnvironment` the variables that a launcher such as torchrun sets
 """
 
 import difflib
+import functools
 import hashlib
 import os
 import re
@@ -392,8 +393,12 @@ def names_sglang_plugin(name: str, environ: Mapping[str, str] | None = None) -> 
 # --- the environment ------------------------------------------------------------------------------------------
 
 
-def _variables(cls: type[CoordinatorSettings]) -> dict[str, tuple[type[Any], str, Any]]:
-    """Return (settings class, field of that class, type of the field) for each variable."""
+@functools.cache
+def _variables(cls: type[CoordinatorSettings]) -> Mapping[str, tuple[type[Any], str, Any]]:
+    """Return (settings class, field of that class, type of the field) for each variable.
+
+    It is found once: asking msgspec for the fields compiles their annotations, which takes 2 ms, and each group asks.
+    """
     found: dict[str, tuple[type[Any], str, Any]] = {}
     for field in msgspec.structs.fields(cls):
         name = PREFIX + field.name.upper()

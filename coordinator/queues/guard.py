@@ -49,8 +49,12 @@ class GroupQueueGuard:
         if self._health.is_closed or self._health.is_inherited:
             return
         self._health.check_usable(call)
-        self._health.check_record(Operation("queue", call, 0))
+        operation = Operation("queue", call, 0)
+        self._health.check_record(operation)
         self._raise_if_excluded(call)
+        # The writer's rank may have found first that a host has vanished, and with it the store that holds the record.
+        if self._has_own_writer:
+            self._check_others(operation, ())
 
     def failed(self, call: str, error: PeerLostError) -> None:
         """Break the group, and raise if more ranks are gone, or those that are have gone on without this one."""

@@ -13,15 +13,17 @@ LOST = PeerLostError("dequeue on queue 'steps' (reader, rank 1): lost the writer
 class Group:
     """Stand for the health of a group and its watch over processes.
 
-    Rank 5, on the host of rank 4, is found lost behind the last of some doubts, or never.
+    Rank 4 is lost, unless `lost` says otherwise. Rank 5, on its host, is found lost behind the last of some doubts, or
+    never.
     """
 
-    is_closed = False
+    is_closed = is_inherited = False
 
-    def __init__(self, doubts: int, also_lost: tuple[int, ...]) -> None:
+    def __init__(self, doubts: int, also_lost: tuple[int, ...], lost: tuple[int, ...] = (4,)) -> None:
         self.watch = self
         self.doubts = doubts
         self.also_lost = also_lost
+        self.lost_at_once = lost
         self.failures = list[PeerLostError]()
 
     def exclusion(self, _where: str) -> None:
@@ -35,7 +37,13 @@ class Group:
         return self.doubts > 0
 
     def lost(self) -> tuple[int, ...]:
-        return (4, *(self.also_lost if self.doubts <= 0 else ()))
+        return (*self.lost_at_once, *(self.also_lost if self.doubts <= 0 else ()))
+
+    def check_usable(self, call: str) -> None:
+        pass
+
+    def check_record(self, call: object) -> None:
+        pass
 
     def check_peers(self, call: object) -> None:
         raise PeerLostError(f"{call}: lost", peers=self.lost())
@@ -90,3 +98,32 @@ def test_a_call_of_an_event_loop_waits_for_no_doubt(call: str) -> None:
     with pytest.raises(PeerLostError) as raised:
         fail(Group(0, (5,)), call)
     assert raised.value.peers == (4, 5)
+
+
+def end(group: Group, call: str = "dequeue", *, has_own_writer: bool = True) -> None:
+    health: Any = group
+    GroupQueueGuard(health, has_own_writer=has_own_writer).ended(call)
+
+
+@pytest.mark.guarantee("V1")
+@pytest.mark.guarantee("V2")
+@pytest.mark.parametrize("doubts", [0, 5])
+def test_a_queue_whose_writer_has_found_a_host_lost_first_names_that_host(doubts: int) -> None:
+    """The writer's rank has broken the group and closed the queue; the record of that has vanished with the store."""
+    with pytest.raises(PeerLostError) as raised:
+        end(Group(doubts, (4, 5), ()))
+    assert raised.value.peers == (4, 5)
+
+
+@pytest.mark.guarantee("V3")
+@pytest.mark.parametrize(
+    ("call", "has_own_writer", "doubts_left"),
+    [("dequeue", True, 0), ("adequeue", True, 4), ("dequeue", False, 5)],
+)
+def test_a_queue_that_its_writer_has_closed_ends_without_a_failure(
+    call: str, has_own_writer: bool, doubts_left: int
+) -> None:
+    """Nobody is lost once the doubts have ended. No event loop waits for them, nor for those about an outer writer."""
+    group = Group(5, (), ())
+    end(group, call, has_own_writer=has_own_writer)
+    assert group.doubts == doubts_left

@@ -78,9 +78,12 @@ def ring_wait(mapping: Buffer, reader: int, spin_ns: int, park_ns: int, /) -> in
     """Wait for a record; return 1 if there is one, 2 if none will come, and 0 if the time is up."""
 
 def ring_wait_any(
-    mappings: tuple[Buffer, ...], readers: tuple[int, ...], spin_ns: int, park_ns: int, /
+    mappings: tuple[Buffer, ...], readers: tuple[int, ...], spin_ns: int, park_ns: int, waited_ns: int, /
 ) -> bool:
-    """Wait until one of up to 128 rings has a record or has ended, or the time is up; return whether one has."""
+    """Wait until one of up to 128 rings has a record or has ended, or the time is up; return whether one has.
+
+    `waited_ns` is for how long the caller has waited before: without futex_waitv long waits look less often.
+    """
 
 def ring_take(mapping: Buffer, reader: int, /) -> tuple[Window, int, int, int]:
     """Return (payload, flags, number of the message, its length) of the next record, which stays in the ring."""

@@ -195,7 +195,8 @@ def take_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | No
             # Its ring may have a message for as long as the other thread likes, as with one on loan.
             time.sleep(min(_BUSY_NAP_NS, left_ns) / 1e9)
         elif places:
-            is_found = _core.ring_wait_any(memories, indices, SHORT_SPIN_NS, min(nap_ns, left_ns))
+            times = SHORT_SPIN_NS, min(nap_ns, left_ns), int(waited_s * 1e9)
+            is_found = _core.ring_wait_any(memories, indices, *times)
             nap_ns = min(2 * nap_ns, longest_ns)
         else:
             connections.poll(left_ns / 1e6 + 1)

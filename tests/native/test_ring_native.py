@@ -76,12 +76,12 @@ def test_two_threads_sleep_at_one_place_of_a_ring() -> None:
     woken: list[float] = []
 
     def sleep() -> None:
-        assert _core.ring_wait_any((memory,), (0,), 0, 8 * 10**9)
+        assert _core.ring_wait_any((memory,), (0,), 0, 8 * 10**9, 0)
         woken.append(time.monotonic())
 
     with background(sleep) as outcome:
         wait_until(lambda: get(memory, "parked") == [1], "the first thread asleep")
-        assert not _core.ring_wait_any((memory,), (0,), 0, 10**7)
+        assert not _core.ring_wait_any((memory,), (0,), 0, 10**7, 0)
         assert get(memory, "parked") == [1]
         sent = time.monotonic()
         ring_write(memory, b"abc", (), 0, 0, 0)
@@ -105,7 +105,7 @@ def test_a_look_at_a_ring_gives_back_nothing() -> None:
     assert before == [record_bytes(1984) + record_bytes(1000), 0]
     for times in ((0, 0), (1, 0), (0, 1)):
         assert _core.ring_wait(memory, 0, *times) == 1
-        assert _core.ring_wait_any((memory,), (0,), *times)
+        assert _core.ring_wait_any((memory,), (0,), *times, 0)
     assert reader.has_news
     assert get(memory, "consumed", "space") == before
     window, *_ = _core.ring_take(memory, 0)
@@ -147,7 +147,7 @@ def test_a_ring_with_a_wrong_identity_is_refused(name: str, value: int) -> None:
         with pytest.raises(ValueError, match="holds no ring of this version"):
             call(memory, *arguments)
     with pytest.raises(ValueError, match="holds no ring of this version"):
-        _core.ring_wait_any((memory,), (0,), 0, 0)
+        _core.ring_wait_any((memory,), (0,), 0, 0, 0)
 
 
 @pytest.mark.guarantee("B10")
@@ -281,12 +281,12 @@ READ_ONLY = memoryview(bytes(3 * PAGE))
         (_core.ring_wait, (bare_ring(), 1, 0, 0)),
         (_core.ring_wait, (bare_ring(), -1, 0, 0)),
         (_core.ring_wait, (bare_ring(), 0, "a", 0)),
-        (_core.ring_wait_any, ((), (), 0, 0)),
-        (_core.ring_wait_any, ((bare_ring(),), (0, 0), 0, 0)),
-        (_core.ring_wait_any, ((bare_ring(),) * 129, (0,) * 129, 0, 0)),
-        (_core.ring_wait_any, ((bare_ring(), None), (0, 0), 0, 0)),
-        (_core.ring_wait_any, ([bare_ring()], (0,), 0, 0)),
-        (_core.ring_wait_any, ((bare_ring(),), (1,), 0, 0)),
+        (_core.ring_wait_any, ((), (), 0, 0, 0)),
+        (_core.ring_wait_any, ((bare_ring(),), (0, 0), 0, 0, 0)),
+        (_core.ring_wait_any, ((bare_ring(),) * 129, (0,) * 129, 0, 0, 0)),
+        (_core.ring_wait_any, ((bare_ring(), None), (0, 0), 0, 0, 0)),
+        (_core.ring_wait_any, ([bare_ring()], (0,), 0, 0, 0)),
+        (_core.ring_wait_any, ((bare_ring(),), (1,), 0, 0, 0)),
         (_core.ring_take, (bare_ring(), 0)),
         (_core.ring_take, (bare_ring(), 2**32)),
         (_core.ring_release, (bare_ring(), 0)),

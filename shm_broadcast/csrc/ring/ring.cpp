@@ -107,11 +107,13 @@ PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyLong_FromLong(ring.has_whole_record(index) ? 1 : ended && !streaming ? 2 : 0);
 }
 
-// ring_wait_any(mappings, readers, spin_ns, park_ns) -> whether one of several rings has data or has ended, which it waits for
+// ring_wait_any(mappings, readers, spin_ns, park_ns, waited_ns) -> whether one of several rings has data or has ended, for which it
+// waits, after having waited before
 PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    uint64_t spin_ns = 0, park_ns = 0;
-    if (!expect_arguments("ring_wait_any", count, 4)) return nullptr;
+    uint64_t spin_ns = 0, park_ns = 0, waited_ns = 0;
+    if (!expect_arguments("ring_wait_any", count, 5)) return nullptr;
     if (!read_unsigned(args[2], &spin_ns) || !read_unsigned(args[3], &park_ns)) return nullptr;
+    if (!read_unsigned(args[4], &waited_ns)) return nullptr;
     const Py_ssize_t rings = tuple_size(args[0]);
     if (rings < 0 || tuple_size(args[1]) < 0) return nullptr;
     if (rings == 0 || rings > static_cast<Py_ssize_t>(ring::kMaxWords) || PyTuple_Size(args[1]) != rings) {
@@ -147,7 +149,7 @@ PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
             words[i] = {seen, reinterpret_cast<uint64_t>(&ring.writer().sequence), ring::kWord32, 0};
         }
         if (!ready() && !ring::futex_wait_any(words, static_cast<size_t>(rings), park_ns)) {
-            ring::nap_until(ready, park_ns);
+            ring::nap_until(ready, park_ns, waited_ns);
         }
         for (Py_ssize_t i = 0; i < rings; ++i) mapped[i].ring().end_park(readers[i]);
         found = ready();

@@ -21,8 +21,12 @@ class QueueGuard(Protocol):
         may close the queue.
         """
 
-    def ended(self, call: str) -> None:
-        """Raise if the owner's failure is the reason for which the queue has ended; return if it ended in order."""
+    def ended(self, call: str, *, by_writer: bool = False) -> None:
+        """Raise if the owner's failure is the reason for which the queue has ended; return if it ended in order.
+
+        `by_writer` says that the writer has closed it, which may know of the failure first: the owner may wait then for
+        some seconds until it knows too.
+        """
 
     def failed(self, call: str, error: PeerLostError) -> None:
         """Learn that the queue has failed, from `error`, which the caller raises unless this raises one that says more.

@@ -41,7 +41,7 @@ class GroupQueueGuard:
             self._next_look_s = now + FAILURE_IDLE_EVERY_S
             self._health.check_record(operation)
 
-    def ended(self, call: str) -> None:
+    def ended(self, call: str, *, by_writer: bool = False) -> None:
         """Raise the failure of the group, if it has one: the writer's group broke before its queue was closed.
 
         Or the writer has closed it because its rank goes on in another epoch, without this one.
@@ -53,7 +53,7 @@ class GroupQueueGuard:
         self._health.check_record(operation)
         self._raise_if_excluded(call)
         # The writer's rank may have found first that a host has vanished, and with it the store that holds the record.
-        if self._has_own_writer:
+        if by_writer and self._has_own_writer:
             self._check_others(operation, ())
 
     def failed(self, call: str, error: PeerLostError) -> None:

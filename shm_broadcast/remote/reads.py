@@ -164,7 +164,8 @@ class RemoteReads(RemoteEnd):
     def _tell_owner(self, call: str, error: ClosedError | PeerLostError) -> None:
         """Tell the owner why a read ends; this thread holds no lock, as the owner may close this end."""
         if self.guard is not None and not self.is_asking:
-            self.guard.ended(call)
+            by_writer = isinstance(error, ClosedError) and not self._is_closing
+            self.guard.ended(call, by_writer=by_writer)
             if isinstance(error, PeerLostError):
                 self.guard.failed(call, error)
 

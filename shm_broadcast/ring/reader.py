@@ -233,7 +233,7 @@ class RingReader(RingEnd):
     def _begin_wait(self, call: str) -> None:
         self.check(call)
         if self._status(call) == _ENDED:
-            self._raise_if_broken(call)
+            self._raise_if_broken(call, by_writer=True)
             raise ClosedError(f"{self._where(call)}: the writer closed the queue")
 
     def _status(self, call: str) -> int:

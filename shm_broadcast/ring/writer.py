@@ -128,10 +128,10 @@ class RingEnd(ABC):
                 f"{self._where(call)}: an earlier failure made the queue unusable, close it: {cause}"
             ) from cause
 
-    def _raise_if_broken(self, call: str) -> None:
-        """Raise if the owner's failure has ended the queue."""
+    def _raise_if_broken(self, call: str, *, by_writer: bool = False) -> None:
+        """Raise if the owner's failure has ended the queue; `by_writer` says that the writer has closed it."""
         if self.guard is not None:
-            self.guard.ended(call)
+            self.guard.ended(call, by_writer=by_writer)
 
     def look_around(self, reason: int, detail: Any) -> Exception | None:
         """Raise an error to end the endpoint's call, or return to let it wait on; see `csrc/ring/endpoint.hpp`."""

@@ -294,7 +294,7 @@ class Owner:
     def look(self, call: str) -> None:
         """Do nothing."""
 
-    def ended(self, call: str) -> None:
+    def ended(self, call: str, *, by_writer: bool = False) -> None:
         """Remember that the end of the queue was found."""
         self.told.append(f"ended {call}")
 
@@ -359,7 +359,7 @@ class FailedOwner:
         """Say so."""
         self.ended(call)
 
-    def ended(self, call: str) -> None:
+    def ended(self, call: str, *, by_writer: bool = False) -> None:
         """Say so."""
         raise PeerLostError(f"{call}: another rank is the culprit", peers=(7,))
 

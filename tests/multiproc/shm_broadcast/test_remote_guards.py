@@ -36,7 +36,7 @@ class Group:
             self._end.close(*([0.2] if isinstance(self._end, QueueWriter) else []))
             raise self.error
 
-    def ended(self, call: str) -> None:
+    def ended(self, call: str, *, by_writer: bool = False) -> None:
         """Refuse what comes behind the break."""
         if self.is_broken:
             raise GroupBrokenError(f"{call}: an earlier failure") from self.error

@@ -100,9 +100,9 @@ def test_a_call_of_an_event_loop_waits_for_no_doubt(call: str) -> None:
     assert raised.value.peers == (4, 5)
 
 
-def end(group: Group, call: str = "dequeue", *, has_own_writer: bool = True) -> None:
+def end(group: Group, call: str = "dequeue", *, has_own_writer: bool = True, by_writer: bool = True) -> None:
     health: Any = group
-    GroupQueueGuard(health, has_own_writer=has_own_writer).ended(call)
+    GroupQueueGuard(health, has_own_writer=has_own_writer).ended(call, by_writer=by_writer)
 
 
 @pytest.mark.guarantee("V1")
@@ -127,3 +127,11 @@ def test_a_queue_that_its_writer_has_closed_ends_without_a_failure(
     group = Group(5, (), ())
     end(group, call, has_own_writer=has_own_writer)
     assert group.doubts == doubts_left
+
+
+@pytest.mark.guarantee("V3")
+def test_an_end_that_its_own_rank_has_closed_waits_for_no_doubt() -> None:
+    """Nor does one whose connection has failed: `failed` waits for that, with the rank that it names."""
+    group = Group(5, (4, 5), ())
+    end(group, by_writer=False)
+    assert group.doubts == 5

@@ -180,7 +180,7 @@ class Failed:
         """Raise."""
         self.ended(call)
 
-    def ended(self, call: str) -> None:
+    def ended(self, call: str, *, by_writer: bool = False) -> None:
         """Raise the owner's error."""
         raise GroupBrokenError(f"{call}: the owner has failed")
 

@@ -33,7 +33,7 @@ class Owner:
     def look(self, call: str) -> None:
         """Do nothing."""
 
-    def ended(self, call: str) -> None:
+    def ended(self, call: str, *, by_writer: bool = False) -> None:
         """Do nothing."""
 
     def failed(self, call: str, error: PeerLostError) -> None:

@@ -206,8 +206,8 @@ class Calls:
     ) -> Result:
         """Return `take(limit_s)`, which makes the call `name` and takes a message as the last thing that it does.
 
-        Behind it nothing is called, as the end of a `with` block would be: a signal handler that raised there would
-        lose the message. The other arguments are those of `call`.
+        No function is called after it, not even the end of a `with` block: a signal handler that raised there
+        would lose the message. The other arguments are those of `call`.
         """
         self.enter(name, in_line)
         try:
@@ -242,7 +242,7 @@ class Calls:
         timeout_s: AnyTimeout,
         on_host: bool,
     ) -> CallHandle[Result]:
-        """Put a call into the line. The handle raises its errors, but for wrong tensors, deadlines and contexts."""
+        """Queue a call. Wrong tensors, deadlines and contexts raise here; other errors come by the handle."""
         plane: Plane = "host" if on_host else "device"
         with self.call(name, timeout_s, in_line=False, plane=plane):
             if not on_host and self._is_collecting():

@@ -51,9 +51,10 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     Creating a group is collective over all ranks in `group_ranks`. Every rank creates its groups in the same order.
     The constructor blocks until all ranks have joined and agree, for at most the settings' `create_timeout_s`.
 
-    Threads may take turns: a collective that a second thread makes waits until the first one's is done, within its
-    deadline. Calls that Gloo carries between hosts do not wait; their callers keep them apart. Any thread may call
-    `destroy`, which wakes a call that waits. A forked child cannot use its copy: every call raises `UsageError`.
+    Threads may take turns: a collective call of a second thread waits, within its own deadline, until the
+    call of the first thread is done. Calls that Gloo carries between hosts do not wait for each other; their
+    callers must keep them apart. Any thread may call `destroy`, which wakes a call that waits. A forked child
+    cannot use its copy: every call raises `UsageError`.
 
     Attributes:
         device_index: Index of this process's device on its host, as `local_rank`.
@@ -460,8 +461,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         Entering and leaving are both *collective*. Entering connects and compiles what cannot be done during a capture.
         Leaving tells the other ranks which inputs were captured. A graph may be replayed only after that; an earlier
         replay breaks the group with a `UsageError`. Calls on the stream before the capture begins are executed, as a
-        warm-up. Yields `graph_capture_context`, or a new one for `stream`, or for a stream of its own; the capture uses
-        that stream.
+        warm-up. Yields `graph_capture_context` if it is given, otherwise a new context for `stream`, or,
+        without either, for a new stream. The capture uses the stream of that context.
         """
         self._calls.enter("graph_capture")
         communicators, guards = [self.device_communicator], [self._guard]
@@ -589,8 +590,9 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         """
         if self._is_ending or self._health.is_inherited:
             return
-        # Nothing is called between the look and the `try`: who has begun this ends it. What a signal handler raises, as
-        # Ctrl-C does, may come before any part of it, and ends the waits only.
+        # No function is called between the check above and the `try`, so no signal handler can run in
+        # between: the call that sets the flag also releases the group. A signal handler that raises in the
+        # `try`, as Ctrl-C does, ends only the waits; everything is then released without waiting.
         self._is_ending = True
         try:
             self._release(self.settings.destroy_timeout_s)
@@ -599,7 +601,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             raise
 
     def _release(self, within_s: float) -> None:
-        """Release everything within about `within_s` seconds; behind an interrupt another call does the rest."""
+        """Release everything in about `within_s` seconds; after an interrupt another call does the rest."""
         self._health.close()
         group_registry.forget(self)
         deadline = time.monotonic() + within_s

@@ -388,9 +388,9 @@ class ParallelGroups(ChangingGroups):
         return record
 
     def _set_token_group(self) -> None:
-        """Let that one of `dp` and `cp` make the calls of `ep` in which tokens differ that are not sharded.
+        """Choose which of `dp` and `cp` makes the calls of `ep` on tokens that are not sharded.
 
-        Where they differ in both, `ep` makes them itself.
+        It is the one whose ranks hold different tokens; if both do, `ep` makes these calls itself.
         """
         is_one = 1 in (self.layout.data, self.layout.context)
         self.ep.token_group = (self.dp if self.layout.data > 1 else self.cp) if is_one else None

@@ -1,4 +1,6 @@
-"""Module-level names of vLLM's module, over the current `ParallelGroups`. The module holds no state.
+"""The module-level functions of vLLM's `parallel_state`, which use the current `ParallelGroups`.
+
+This module holds no state.
 
 `initialize_model_parallel` sets the default groups of the process, which every thread sees. Inside `with groups:` or
 `with groups.as_current():` the calling context sees those groups instead.
@@ -90,8 +92,8 @@ def init_distributed_environment(
         timeout: Deadline of collectives, in seconds or as a `timedelta`; cannot be combined with `settings`.
         settings: Settings of the world group; default: read from the environment.
         elastic: Whether the members may change; see `ParallelGroups.rebuild`. Equal on all ranks. It takes a store that
-            outlives every rank: a directory, or that of torchrun's agent, which however ends all of its workers when
-            one fails. In a world that torch.distributed has already, it is the store with which that was initialised.
+            outlives every rank: a directory, or the store of torchrun's agent, which however ends all of its
+            workers when one fails. If torch.distributed is already initialised, it is the store that it uses.
         local_world_size: Number of processes in each pod, for `lws://`; -1 divides `world_size` by the number of pods.
         meeting: This process's ticket from a driver that has met all processes (`coordinator.meeting`), in place of
             world size, rank and init method: no variable of a launcher is read. It is good for one start.
@@ -361,14 +363,14 @@ def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
     """Return the number of ranks in the decode context-parallel group, and this process's rank in it.
 
     Args:
-        enabled: False, as the absence of any groups, gives (1, 0).
+        enabled: If False, the result is (1, 0), as it is where there are no current groups.
     """
     groups = find_current_groups() if enabled else None
     return (1, 0) if groups is None else (groups.dcp.world_size, groups.dcp.rank_in_group)
 
 
 def get_eplb_group() -> GroupCoordinator:
-    """Return the group that moves experts between the ranks of the expert-parallel group, which may be in use.
+    """Return the group over which experts are moved while the expert-parallel group may be in use.
 
     Raises:
         UsageError: The current groups were created without it.
@@ -472,10 +474,10 @@ def is_global_first_rank() -> bool:
 def is_local_first_rank() -> bool:
     """Return whether this process is the first one on its host; True if there is no world yet.
 
-    Without a world group, the launcher's environment tells, or else the global rank.
+    Without a world group, `LOCAL_RANK` decides or, if it is not set, the global rank.
 
     Raises:
-        SettingsError: There is no world group, and the launcher's environment is incomplete or malformed.
+        SettingsError: There is no world group, and `LOCAL_RANK` is malformed.
     """
     world = find_world_group()
     if world is not None:
@@ -580,7 +582,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 class TensorMetadata(NamedTuple):
-    """A tensor of a dict that is sent apart from it.
+    """Stands in a dict for a tensor that is sent separately.
 
     Attributes:
         device: Type of the sender's device, such as "cpu".
@@ -637,7 +639,7 @@ def _register_group(group: object) -> None:
     """Check that compiled graphs find `group` by its name: a group of this package is registered when it is created.
 
     Raises:
-        UsageError: `group` is none, or it was destroyed.
+        UsageError: `group` is no group of this package, or it was destroyed.
     """
     if not group_registry.is_registered(group):
         raise UsageError(

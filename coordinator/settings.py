@@ -65,10 +65,10 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         destroy_timeout_s: About how long `destroy` may take before it leaves without its peers, in seconds. At most
             half of that goes to what was sent and is not yet received.
         interface: Network interface for groups that span several hosts, such as "eth0"; None chooses the one
-            that routes to the master. May differ between ranks.
-        host_id: A name of this host, different on every host and equal on all ranks of one, where hosts report one boot
-            id, as clones of a running machine do; 1 to 64 letters, digits and characters of "._-". None takes the boot
-            id alone. Differs between hosts.
+            on the route to the master. May differ between ranks.
+        host_id: A name for this host, needed where several hosts report one boot id, as clones of a running
+            machine do. It must differ between hosts and be equal on all ranks of a host; 1 to 64 letters,
+            digits and characters of "._-". None takes the boot id alone.
         remote_ports: First and last TCP port on which queues listen for readers on other hosts, such as
             "29600-29699"; each queue with such readers takes one port, and so does the store of ranks with a secret
             that meet by torchrun's agent or a directory. None takes any free port.
@@ -76,15 +76,16 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             ranks, and writes a dump when a group breaks; `python -m coordinator blame` reads both. It is made with mode
             0700, or must have it, and the files of the newest 8 runs stay. None records nothing. May differ between
             ranks.
-        stack_signal: Real-time signal on which this process writes its Python stacks when a rank's call has timed out,
-            46 by default; 0 for none, and for a process that asks no others either. May differ between ranks.
+        stack_signal: Real-time signal on which this process writes its Python stacks when a rank's call has
+            timed out; 46 by default. 0 for none; the process then asks no others for their stacks either. May
+            differ between ranks.
         secret_file: A file with the secret of the job, at least 32 random bytes, which only this user can read. Ranks
-            with a secret meet in a store that admits nobody without it; all ranks need the same one. May differ between
-            ranks, as the next.
+            with a secret meet in a store that admits nobody without it. All ranks need the same secret, but
+            the path may differ between ranks, as `secret_descriptor` may.
         secret_descriptor: Number of an inherited descriptor with the secret, such as that of a pipe, instead of a file.
         security: "required" refuses plaintext between hosts, and to start without a secret; "optional" allows both.
         bulk: "plaintext" acknowledges, where security is required, that tensors and objects between hosts go over
-            Gloo, NCCL or connections of ours, which do not encrypt them. None does not.
+            Gloo, NCCL or connections of ours, which do not encrypt them. None acknowledges nothing.
         broadcast: Queues over shared memory.
         remote: Queue readers on other hosts: high-water mark and heartbeats; and how long a whole host may be silent.
         cuda: Groups on CUDA devices: our kernels, their memory, NCCL.
@@ -234,7 +235,7 @@ def differences(views: Mapping[int, Mapping[str, object]]) -> list[str]:
     return lines
 
 
-# Uses of the hardware that the process forbids groups which are created later, whatever their settings say.
+# Hardware features that groups created from now on must not use, whatever their settings say.
 _forbidden: Final[set[str]] = set()
 
 
@@ -317,7 +318,8 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if world_size is None:
             world_size = _integer(environ, "WORLD_SIZE", 1, _MOST_RANKS)
         use_agent_store = _truth(environ, "TORCHELASTIC_USE_AGENT_STORE")
-        # Engines set some of torchrun's variables for purposes of their own, but none serves an agent's store.
+        # Engines set some of torchrun's variables for purposes of their own. So `GROUP_WORLD_SIZE` is trusted
+        # only beside an agent's store, which no engine serves.
         agents = _optional_integer(environ, "GROUP_WORLD_SIZE", 1, _MOST_RANKS) if use_agent_store else None
         return cls(
             rank=_integer(environ, "RANK", 0, max(world_size, 1) - 1) if rank is None else rank,
@@ -397,7 +399,8 @@ def names_sglang_plugin(name: str, environ: Mapping[str, str] | None = None) -> 
 def _variables(cls: type[CoordinatorSettings]) -> Mapping[str, tuple[type[Any], str, Any]]:
     """Return (settings class, field of that class, type of the field) for each variable.
 
-    It is found once: asking msgspec for the fields compiles their annotations, which takes 2 ms, and each group asks.
+    The result is cached, because every group creation asks for it, and msgspec needs 2 ms to compile the
+    annotations of the fields.
     """
     found: dict[str, tuple[type[Any], str, Any]] = {}
     for field in msgspec.structs.fields(cls):
@@ -424,7 +427,8 @@ def _read_variables(cls: type[CoordinatorSettings], environ: Mapping[str, str]) 
         except msgspec.ValidationError as error:
             raise _malformed(name, text, kind, error) from None
     for owner, read in values.items():
-        # Whether there is the secret that `security` requires is asked of the final values: an argument may name it.
+        # `security` is left out: only the final values show whether the secret that it requires is there,
+        # since an argument may name the secret.
         fields = {field: value for field, value in read.items() if field != "security"}
         try:
             owner(**fields)
@@ -445,7 +449,7 @@ def _read_variables(cls: type[CoordinatorSettings], environ: Mapping[str, str]) 
 
 def _malformed(name: str, text: str, kind: Any, error: Exception) -> SettingsError:
     choice = f"; must be one of {get_args(kind)}" if get_origin(kind) is Literal else ""
-    # Whoever mistakes it for the place of the secret itself must not find that in a log.
+    # A user may have put the secret itself into the variable by mistake. It must not appear in a log.
     shown = name if name.startswith(f"{PREFIX}SECRET") else f"{name}={text!r}"
     return SettingsError(f"environment variable {shown}: {error}{choice}")
 

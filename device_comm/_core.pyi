@@ -133,10 +133,10 @@ class SharedRegion:
         """Take the mark of `leave` back: the exception was that of another call inside of the open one."""
 
     def refuse(self, reason: bytes, /) -> None:
-        """Refuse the next call, which takes a number all the same; the other ranks' call is DISAGREE.
+        """Refuse the next call, which still takes a number; the other ranks' call is DISAGREE.
 
-        It does not wait for them. During a call of another thread this is the call behind it. Does nothing during a
-        call of the same thread and after `close`.
+        Does not wait for the other ranks. While another thread is in a call, the refused call is the one
+        after that. Does nothing during a call of the same thread and after `close`.
         """
 
     def catch_up(self) -> None:

@@ -149,7 +149,8 @@ class RoutedTokens:
         lost: [tokens of this rank] bool: tokens that did not reach all of their experts, whose results are NaN. None
             unless a capacity or `max_rows` was stated or a graph is captured.
         received: [ranks] int32 on the device: how many rows came from each rank; they are the first of each rank's
-            `capacity` rows, or with `max_rows` follow each other. None unless one of the two was stated.
+            `capacity` rows, or with `max_rows` follow each other. None if neither was stated, or if a capacity was
+            but all rows were gathered.
     """
 
     hidden_states: torch.Tensor
@@ -400,7 +401,7 @@ def _request(
         topk=ids.shape[1],
         id_dtype=ids.dtype,
         experts=placement.num_experts,
-        # A rank has no more rows for another than tokens.
+        # A rank sends another at most one row for each of its tokens.
         capacity=max(1, *counts) if capacity is None else capacity,
         max_rows=max_rows,
     )
@@ -429,7 +430,7 @@ def _exchanged(
 
 
 def _received(route: _Route, local_ids: torch.Tensor, max_rows: int | None) -> torch.Tensor | None:
-    """Return how many rows came from each rank, if the host is not supposed to know."""
+    """Return how many rows came from each rank if `max_rows` was stated or rows are padded, else None."""
     if max_rows is not None:
         return torch.tensor(route.received, dtype=torch.int32, device=local_ids.device)
     if not route.is_padded:

@@ -94,7 +94,7 @@ class OnCurrentStream:
 
 
 def check_capture(*, is_captured: bool, was_captured: bool) -> None:
-    """Raise `UsageError` unless both or none of the current stream and the call that it shall wait for are captured."""
+    """Raise `UsageError` if only one of the current stream and the call that it waits for is captured."""
     if is_captured and not was_captured:
         raise UsageError(
             "a captured stream cannot wait for a call that was made before the capture; wait for its handle before"
@@ -158,9 +158,10 @@ class CallHandle(Generic[Result]):
     """A collective in progress; owns the memory that it reads and writes.
 
     Any thread may wait for it, more than once. A handle that is dropped does not end the call: the group keeps it.
-    On an accelerator the call queues work behind the stream that is current when it is made, on CUDA on a stream of the
-    group, beside what is queued on the current one afterwards. To wait for it orders the stream that is current then
-    behind that work, and does not block for it. The handle of a captured call is waited for within the capture.
+    On an accelerator the call queues its work behind the stream that is current when the call is made. On
+    CUDA the work is on a stream of the group, beside what is queued on the current stream afterwards. Waiting
+    for the handle orders the stream that is current then behind the work, without blocking. A
+    captured call is waited for within its capture.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class CallHandle(Generic[Result]):
 
     @property
     def devices(self) -> list[int | str | torch.device]:
-        """The devices of which a torch future for this call must order the streams."""
+        """The devices whose streams a torch future for this call must order."""
         return [] if self._device.type == "cpu" else [self._device]
 
     def get_future(self) -> torch.futures.Future[Result]:
@@ -418,10 +419,10 @@ class CallLine:
         try:
             thread.start()
         except BaseException:
-            # If it runs all the same, it ends. The next call tries again.
+            # If the thread runs nevertheless, this ends it. The next call tries again.
             inbox.put(None)
             raise
-        # Nothing is called between looking and storing.
+        # No function is called between this check and the assignment.
         if self._thread is None and not self._is_ending:
             self._thread, self._inbox = thread, inbox
         else:

@@ -456,8 +456,8 @@ class DeviceCommunicator(OutputForms, FusedForms):
     def group(self) -> Iterator[None]:
         """Queue the calls made within the context as one, where that is faster; results are there when it is left.
 
-        A communicator that does so (`is_collecting`) queues nothing before. So a group's collectives with `async_op`
-        are refused within it, and handles of transfers are waited for behind it.
+        A communicator that collects calls (`is_collecting`) queues none of them before that. Collectives with
+        `async_op` are therefore refused within the context, and handles of transfers are waited for after it.
         """
         yield
 
@@ -469,8 +469,8 @@ class DeviceCommunicator(OutputForms, FusedForms):
     def expert_exchange(self, *, may_build: bool = True) -> ExpertExchange | None:
         """Return what dispatches and combines without any count on the host, or None where nothing does.
 
-        The first call of a group is collective, and the answer is the same on all ranks. If not `may_build`, there is
-        nothing before that call, which then stays the first.
+        The first call of a group is collective, and the answer is the same on all ranks. A call without
+        `may_build` does not count as the first: until there has been one, it returns None.
         """
         del may_build
         return None
@@ -484,7 +484,7 @@ class DeviceCommunicator(OutputForms, FusedForms):
         del message_bytes
 
     def end_calls(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for queued calls, and end those of which a device would wait longer.
+        """Wait up to `timeout_s` for queued calls, then end those that would keep the device waiting longer.
 
         For several communicators that are destroyed together: `destroy` of one may wait for everything on the device.
         Not collective, idempotent, legal in any state, raises nothing. Calls afterwards may raise `ClosedError`.

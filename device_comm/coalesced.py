@@ -83,7 +83,7 @@ def all_gather(
     for source in sources:
         starts.append(total)
         total += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
-    # Rows without bytes would start at 0, 1, 2 …, where torch views no wider dtype.
+    # Empty rows would start at bytes 0, 1, 2 …, and torch refuses to view an unaligned one as a wider dtype.
     own = torch.zeros(max(total, _ALIGNMENT), dtype=torch.uint8, device=there.device)
     for source, start in zip(sources, starts, strict=True):
         own[start : start + source.nbytes] = as_bytes(source)

@@ -61,7 +61,7 @@ EXPLAIN_S: Final = 2.0
 FOREVER_S: Final = 86400.0 * 365
 
 
-# The planes in shared memory that carry the collectives of a plane; "device" is a part of a group on several hosts.
+# For each plane of a group, those in shared memory that carry its collectives; "device" is for several hosts.
 _SHARED_PLANES: Final = {"host": ("shared host",), "device": ("shared", "device")}
 
 
@@ -175,8 +175,8 @@ class GroupHealth:
         self._breaker: int | None = None
         self._failure_record: FailureRecord | None = None
         self._closed = False
-        # Where members change: returns `ExcludedError` if the others have gone on without this rank. Asked by calls
-        # that fail, with the beginning of the text.
+        # Where the members of a world can change, this returns `ExcludedError` if the others have gone on
+        # without this rank. A call that fails asks it, and passes the beginning of the error's text.
         self.exclusion: Callable[[str], CommError | None] = lambda _where: None
         # Ranks whose process has ended after they had destroyed the group.
         self._excused: set[int] = set()
@@ -280,8 +280,9 @@ class GroupHealth:
         """Take the number of a collective of `plane`, "host" or "device", that this rank refuses.
 
         The other ranks raise `DisagreementError` with `reason` in their call, and the next calls belong together again.
-        Only shared memory carries this. Over other transports the host plane's gathers of objects compare how many
-        calls each rank has refused; in all other calls the ranks wait for each other, or take the next call for this.
+        Only shared memory carries this. Over other transports the host plane's gathers of objects compare how
+        many calls each rank has refused. In all other calls the ranks wait for each other, or mistake the
+        next call for this one.
         """
         told = [self._planes[name] for name in _SHARED_PLANES[plane] if name in self._planes]
         for each in told:
@@ -293,12 +294,13 @@ class GroupHealth:
     def left_halfway(self, operation: Operation, error: BaseException) -> None:
         """Break the group because `error` has ended a call that has begun; not for the call's own errors.
 
-        Those were raised before the call had begun, or `wait` has answered for them. An unfinished call is then one
-        further out, which a handler has interrupted to make this call, and which may go on.
+        The call's own errors were raised before it had begun, or `wait` has dealt with them. If a call is
+        unfinished nevertheless, it is one further out: a handler has interrupted it to make this call, and it
+        may go on.
 
-        Whoever calls this sets `left` to its arguments before, in the first statement behind the exception: nothing is
-        called in between. If a handler raises once more before this has come to its end, the next call of the group
-        finds `left` and does the rest.
+        The caller has set `left` to the arguments, in the first statement after the exception, so that no
+        function is called in between. If a handler raises again before this has returned, the next call of
+        the group finds `left` and does the rest.
         """
         if not _is_own(error):
             self._interrupted(operation, error)
@@ -331,8 +333,8 @@ class GroupHealth:
     ) -> CommError | None:
         """Return what to raise in place of `error`, which has ended a call, or None to raise `error` itself.
 
-        A `CommError` of the call itself has been dealt with. One that a signal handler raises is as any other exception
-        of it: the call is left halfway.
+        A `CommError` of the call itself has been dealt with. One that a signal handler raises counts like any
+        other exception of a handler: the call is left halfway.
         """
         try:
             if _is_own(error):
@@ -341,7 +343,7 @@ class GroupHealth:
                 return self.explain(operation, error, pending())
             self._interrupted(operation, error)
         except BaseException as second:
-            # A handler raises once more. This makes up for what is missing.
+            # A handler has raised again, perhaps before the group was broken. Break it now.
             self._interrupted(operation, second)
             raise
         return None
@@ -349,7 +351,7 @@ class GroupHealth:
     def _wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
         start = time.monotonic()
         deadline = FOREVER_S if timeout_s is None else timeout_s
-        # From here on a call of which only the status store knows who is missing uses the rest of its deadline to ask.
+        # If only the status store knows who is missing, the call asks it in this last part of its deadline.
         last_part = deadline - min(GRACE_S, deadline / 2)
         is_announced, next_look = False, ANNOUNCE_AFTER_S
         waited = 0.0
@@ -393,7 +395,8 @@ class GroupHealth:
     def _gone(self) -> tuple[int, ...]:
         """Return the ranks whose process has ended, except those that have destroyed the group before.
 
-        Who waits for one of these learns from the transport that it has left. What they sent before can be received.
+        A call that waits for one of those learns from the transport that it has left, and can still receive
+        what it sent before.
         """
         lost = set(self.watch.lost()) - self._excused
         if lost:
@@ -461,9 +464,9 @@ class GroupHealth:
     def explain(self, operation: Operation, error: Exception, pending: Sequence[int] | None) -> CommError:
         """Find the cause of a transport's error, break the group, and return the error to raise.
 
-        Blocks up to `EXPLAIN_S`, and as long as a rank on another host may be lost: a rank that knows it already closes
-        its connections, which is an error here. If a signal handler raises meanwhile, the group is broken for that
-        reason.
+        Blocks up to `EXPLAIN_S`, and longer while a rank on another host may turn out to be lost: a rank that
+        knows already has closed its connections, which causes an error here. If a signal handler raises
+        meanwhile, the group is broken for that reason.
 
         Args:
             operation: The call in progress.
@@ -484,7 +487,7 @@ class GroupHealth:
         while True:
             if self._closed:
                 return ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
-            # Asked first: it looks for lost ranks itself, of which the next line must know.
+            # `is_in_doubt` comes first: it looks for lost ranks itself, and the next line must see them.
             is_over = not self.watch.is_in_doubt() and time.monotonic() >= end
             known = self._known_failure(operation, pending)
             if known is not None:
@@ -514,7 +517,7 @@ class GroupHealth:
     def _known_failure(self, operation: Operation, pending: Sequence[int] | None) -> CommError | None:
         """Break the group and return the error to raise if a failure is recorded, or a rank has died or left.
 
-        Who has left is missed only by a call that waits for it: the ranks `pending`, or any if those are not known.
+        A rank that has left counts only if the call waits for it, or may do so because `pending` is unknown.
         """
         failure_record = self._status_store.failure_record()
         if failure_record is not None:
@@ -542,7 +545,7 @@ class GroupHealth:
     def _interrupted(self, what: object, error: BaseException) -> None:
         """Break the group after Ctrl-C or another exception interrupted the call `what`, whose state is unknown.
 
-        If the group is broken already, this only ends what a signal handler has interrupted in that.
+        If the group is broken already, this only completes a break that a signal handler has interrupted.
         """
         if self._cause is None and not self._closed:
             # Published first, as in `fail`. Ctrl-C must interrupt within 0.2 s.
@@ -558,13 +561,13 @@ class GroupHealth:
         within_s: float = 0.0,
         detail: str = "",
     ) -> FailureRecord:
-        """Return what this rank found; without `detail` that describes the processes of `ranks`."""
+        """Return a record of what this rank found; by default `detail` describes the processes of `ranks`."""
         described = detail or self._describe(ranks)
         return FailureRecord(kind, ranks, self.rank, str(operation), within_s, described)
 
     def _record(self, operation: Operation, failure_record: FailureRecord) -> CommError:
         counted = self._status_store.publish(failure_record)
-        # Asked before the transports are aborted: the others still are where they hang.
+        # Ask for stacks before the transports are aborted, while the other ranks are still where they hang.
         texts = ask_members(counted, self.rank, self.ranks, self.watch)
         return attach(self._adopt(operation, counted), texts)
 
@@ -603,7 +606,7 @@ class GroupHealth:
                 self.shown.broken(cause, self._failure_record, self.watch.state)
             if self._breaker != thread:
                 return
-        # What a signal handler raises here leaves the rest to this thread's next call of this function.
+        # If a signal handler raises here, this thread's next call of this function does the rest.
         self.abort()
         self._breaker = None
 
@@ -618,7 +621,7 @@ class GroupHealth:
         """Break the group because of `error`, which the caller raises, and publish it to the other ranks.
 
         Args:
-            error: The error. What is no `CommError` has interrupted this rank, as Ctrl-C does.
+            error: The error. One that is no `CommError` has interrupted this rank, as Ctrl-C does.
             what: In which call it was found, for the texts of the other ranks' errors.
             failure_record: What to publish, if another group of this rank has broken for the same reason.
             within_s: The deadline that has passed, in seconds: the other ranks then raise the time-out, too.
@@ -628,11 +631,11 @@ class GroupHealth:
         # Ctrl-C must interrupt within 0.2 s.
         within = {} if isinstance(error, CommError) else {"within_s": SLICE_S}
         try:
-            # Published first: who finds a transport closed, which the break does, looks for the reason.
+            # Published first: the break closes transports, and whoever finds one closed looks for the reason.
             self._failure_record = self._status_store.publish(failure_record, **within)
             self._break(error)
         except BaseException:
-            # A signal handler raises here. It goes on to the caller; what has broken the group is `error` all the same.
+            # A signal handler has raised. Its exception goes on to the caller, but `error` breaks the group.
             if self._cause is None and not self._closed:
                 self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
             self._break(error)
@@ -666,7 +669,7 @@ class GroupHealth:
             resources are released once.
         """
         with self._lock:
-            # Asked first: between looking at `_closed` and setting it nothing is called, so no handler closes too.
+            # `is_inherited` comes first, so that no handler runs between reading `_closed` and setting it.
             if self.is_inherited or self._closed:
                 return False
             self._closed = True

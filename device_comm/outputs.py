@@ -225,7 +225,7 @@ class OutputForms(ABC):
 
 def fill(output: torch.Tensor, result: torch.Tensor) -> None:
     """Copy the result of a call into the caller's output."""
-    # Outside of that mode torch refuses to write into tensors that were made in it.
+    # Outside of inference mode torch refuses to write into tensors that were made in it.
     with torch.inference_mode(output.is_inference() or torch.is_inference_mode_enabled()):
         output.copy_(result.detach().reshape(output.shape))
 

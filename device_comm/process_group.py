@@ -74,7 +74,7 @@ _WITH_MEMORY: Final = (torch.Tensor, torch.nn.Parameter)
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a 1-D uint8 tensor; no copy."""
-    # `view(-1)` keeps the stride of a dimension of size 1, which may be any, and then it is no view of bytes.
+    # `view(-1)` keeps any stride of a dimension of size 1, but torch views only a stride of 1 as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -112,7 +112,7 @@ def collective(
 
     `nbytes` is what this rank brings and `root` a place in the group; the status page shows both.
     """
-    # It may have taken its number when a handler raises.
+    # Used if a handler raises inside of `begin`, when the call may have taken its number already.
     operation = Operation(plane, name, 0)
     lane = health.shown.lanes[plane]
     try:
@@ -385,7 +385,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         return self._receive(operation, tensor, src, timeout_s)
 
     def _recv(self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: Timeout) -> torch.Tensor:
-        # A message cannot be put back, so whatever a handler raises from its posting to its arrival is told.
+        # A message cannot be put back, so whatever a handler raises before it has arrived breaks the group.
         operation = self._health.begin_point_to_point("device", f"recv from {self.context.ranks[src]}")
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
 

@@ -133,7 +133,7 @@ class WaiterThreads:
             inbox.put(None)
         deadline = time.monotonic() + timeout_s
         for thread, ended in ending:
-            # A thread can be joined only once it has started, which one that has ended has.
+            # Only a thread that has started can be joined, and one that has set `ended` has started.
             if ended.wait(max(deadline - time.monotonic(), 0.0)):
                 thread.join(max(deadline - time.monotonic(), 0.0))
 

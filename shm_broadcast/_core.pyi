@@ -109,8 +109,8 @@ def bell_listen(
     """Call `look`. Unless it returns None, wait for the bell, for one of these endpoints, or until the time is up.
 
     Returns:
-        Whether `look` returned None. What it cannot see yet makes the wait end: messages of writers that have this
-        bell, and what other threads do with endpoints that have it.
+        Whether `look` returned None. What happens after `look` has looked ends the wait: messages of writers
+        that have this bell, and what other threads do with endpoints that have it.
     """
 
 def bell_sound(bell: Buffer, /) -> None:
@@ -183,8 +183,8 @@ class _Endpoint:
     def close(self, refusing: Callable[[int, Any], object], /) -> None:
         """Refuse every call with `refusing` from now on. The mapping is released when the owner has left.
 
-        When a writer's `close` returns nothing more is published, and what was published is counted: it waits until the
-        record that another thread copies is there, which depends on nobody else.
+        Once a writer's `close` has returned, nothing more is published, and what was published is counted: it
+        waits until another thread has copied its record into the ring, and that copy waits for nobody.
         """
 
 class WriteEndpoint(_Endpoint):

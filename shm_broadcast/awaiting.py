@@ -72,7 +72,7 @@ async def read(end: ReadingEnd, timeout_s: float | None, type_: Any) -> Any:
 
 
 def _duplicate(end: ReadingEnd) -> int:
-    """Return a number of the descriptor that `close` leaves alone; each task and loop that waits has one."""
+    """Return a duplicate of the descriptor, which `close` leaves open; each waiting task or loop has one."""
     descriptor = end.fileno("adequeue")
     try:
         own = os.dup(descriptor)
@@ -81,7 +81,7 @@ def _duplicate(end: ReadingEnd) -> int:
         refuse_if_full("fcntl", "gives each call that waits a descriptor of its own", error)
         raise
     try:
-        # An end is closed before its descriptor. If it is not closed now, the number was not somebody else's before.
+        # `close` closes the end before its descriptor: if the end is open now, the number was its own then.
         end.fileno("adequeue")
     except BaseException:
         os.close(own)

@@ -12,7 +12,7 @@ from typing import Final
 from shm_broadcast import _core
 from shm_broadcast.errors import CapabilityError
 
-# The process has as many descriptors as it may have, or the system has.
+# The process, or the whole system, has reached its limit of open descriptors.
 _FULL: Final = (errno.EMFILE, errno.ENFILE)
 
 

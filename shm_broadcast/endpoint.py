@@ -110,8 +110,9 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Flow control and failure detection of the remote transport. The writer chooses; readers get it in the endpoint.
 
     Attributes:
-        high_water_bytes: Most bytes that the writer may be ahead of a reader; at least 64 KiB. Each message counts
-            512 bytes extra. A message longer than the limit is sent once its readers have read everything before it.
+        high_water_bytes: Most bytes that the writer may be ahead of a reader; at least 64 KiB. Each part of a
+            message, of 256 KiB at most, counts 512 bytes extra. A message longer than the limit is sent once its
+            readers have read everything before it.
         heartbeat_s: Seconds between the heartbeats of an idle end.
         lost_after_s: A peer is lost for good when it has no connection and has been silent for this many seconds;
             at least three times `heartbeat_s`. Groups take it for whole hosts too, as at least 0.5 s.

@@ -33,8 +33,9 @@ class CommError(Exception):
 class UsageError(CommError, ValueError):
     """The caller made a mistake: a bad rank, shape, dtype or order.
 
-    Nothing was sent; the group stays usable. A refused collective takes its place in the order of calls: if the ranks
-    share memory, the others raise `DisagreementError` with the reason in theirs, and the next calls belong together.
+    Nothing was sent; the group stays usable. A refused collective still counts in the order of calls: if the
+    ranks share memory, the other ranks' calls raise `DisagreementError` with the reason, and the next calls
+    match again.
 
     Attributes:
         is_told: Whether a group has told its other ranks, or has nothing to tell them.
@@ -72,16 +73,16 @@ class CommTimeoutError(CommError, TimeoutError):
 class ExcludedError(CommError):
     """The other ranks go on without this one: it came too late, or their new layout has no place for it.
 
-    Its groups are as they were, broken or usable by nobody else; it may only end, or join anew.
+    This rank's groups stay as they were: broken, or usable by no other rank. It can only exit, or join anew.
     """
 
 
 class StaleGraphError(UsageError):
-    """A graph was captured with groups whose place others have taken since: capture it again, with those.
+    """The graph was captured with groups that newer groups have replaced since: capture it again, with those.
 
     Attributes:
-        captured_epoch: The epoch of the groups of the capture.
-        current_epoch: The epoch of those that have followed them.
+        captured_epoch: The epoch of the groups with which the graph was captured.
+        current_epoch: The epoch of the groups that have replaced them.
     """
 
     def __init__(self, captured_epoch: int, current_epoch: int, *, group: str = "") -> None:
@@ -95,7 +96,7 @@ class StaleGraphError(UsageError):
         self.current_epoch: int = current_epoch
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return how a copy is made: its text takes the place of the one that names no group."""
+        """Return how a copy is made: it gets this error's text, as the constructor would name no group."""
         return type(self), (self.captured_epoch, self.current_epoch), {**self.__dict__, "args": self.args}
 
 

@@ -15,23 +15,24 @@ class QueueGuard(Protocol):
         """Return what the log records of the queue say of the owner."""
 
     def look(self, call: str) -> None:
-        """Raise if the owner has failed, or a process is gone that it needs.
+        """Raise if the owner has failed, or if a process that the owner needs is gone.
 
-        A read that waits calls this now and then, and so does a write that waits for readers on other hosts. The owner
-        may close the queue.
+        A waiting read calls this now and then, and so does a write that waits for readers on other hosts. The
+        owner may close the queue in this call.
         """
 
     def ended(self, call: str, *, by_writer: bool = False) -> None:
-        """Raise if the owner's failure is the reason for which the queue has ended; return if it ended in order.
+        """Raise if the owner's failure is the reason why the queue has ended; return if it ended in order.
 
-        `by_writer` says that the writer has closed it, which may know of the failure first: the owner may wait then for
-        some seconds until it knows too.
+        `by_writer` says that the writer has closed the queue. The writer may have learnt of the failure
+        first, so the owner may then wait for some seconds until it has learnt of the failure too.
         """
 
     def failed(self, call: str, error: PeerLostError) -> None:
-        """Learn that the queue has failed, from `error`, which the caller raises unless this raises one that says more.
+        """Tell the owner that the queue has failed with `error`.
 
-        The owner may close the queue.
+        The caller then raises `error`, unless this raises an exception that says more. The owner may close
+        the queue in this call.
         """
 
 

@@ -1,4 +1,4 @@
-"""Tell what a signal handler does from what the code does that it interrupts."""
+"""Distinguish what a signal handler does from what the code that it interrupts does."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ _SIGNALS: Final = tuple(map(int, signal.valid_signals()))
 def raised_by_handler(error: BaseException) -> bool:
     """Return whether a signal handler written in Python raised `error`.
 
-    Only the main thread runs handlers. Python calls one with the frame that it interrupts, on top of that very frame;
-    no other function is given the frame that calls it. A handler that has let this argument go is recognised as long as
-    it is installed. If other code has caught the exception meanwhile and raised another one, that is the code's own. So
-    is one that the handler itself has caught and that is raised here again. An exception of a handler that is not
-    written in Python is not recognised.
+    Only the main thread runs handlers. Python passes the interrupted frame to a handler as an argument, and
+    the handler's own frame lies directly above that frame; no other function receives its caller's frame. A
+    handler that has rebound this argument is still recognised while it is installed. If other code has caught
+    the exception and raised another one, the new one counts as that code's. So does an exception that the
+    handler itself has caught and that is raised again here. Handlers not in Python are not recognised.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return False
-    # To look at the variables of a frame that still runs would keep them: often `error`, in a cycle that lets it live.
+    # Frames that still run are left out: reading their variables would keep these alive. `error` is often
+    # among them, and a reference cycle would then keep it alive too.
     running = set()
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - there is no public way to the calling frames
     while frame is not None:
         running.add(frame)
         frame = frame.f_back
-    installed: set[CodeType] | None = None  # to ask takes much longer than the native core takes to refuse
+    installed: set[CodeType] | None = None  # on demand: it takes much longer than a refusal in native code
     traceback, before = error.__traceback__, None
     while traceback is not None:
         frame = traceback.tb_frame
-        # What leaves a handler passes into the frame that it has interrupted. Native code may ask before that.
+        # A handler's exception passes into the interrupted frame, its `f_back`. Native code may ask earlier.
         has_left = before is None or before is frame.f_back
         if has_left and frame not in running:
             installed = _installed() if installed is None else installed
@@ -53,7 +54,7 @@ def _installed() -> set[CodeType]:
         handler: object = signal.getsignal(number)
         while isinstance(handler, partial):
             handler = handler.func
-        if not callable(handler):  # as SIG_DFL, whose class is itself called by code written in Python
+        if not callable(handler):  # such as SIG_DFL, an Enum whose metaclass has a `__call__` in Python
             continue
         if not isinstance(handler, FunctionType | MethodType):
             handler = type(handler).__call__

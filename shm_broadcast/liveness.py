@@ -33,7 +33,7 @@ _Key = TypeVar("_Key")
 # Indices into the fields of /proc/PID/stat that follow the command name, see proc_pid_stat(5). They start with field 3,
 # the state; the start time is field 22.
 _STATE: Final = 0
-# How kernels refuse a pidfd of a thread that is not the first of its process: since Linux 6.9, and before.
+# How kernels refuse a pidfd of a thread other than the main one: newer ones with ENOENT, older ones with EINVAL.
 _NO_PROCESS: Final = (errno.ENOENT, errno.EINVAL)
 _START_TIME: Final = 22 - 3
 
@@ -113,10 +113,10 @@ _host_id: Final = list[str]()
 
 
 def name_host(host_id: str | None) -> None:
-    """Let this process's identity differ from those of hosts with other names, although their boot ids may be equal.
+    """Make this process's identity differ from those on other hosts, even if the boot ids are equal.
 
-    Clones of a machine that was running have its boot id, and the same numbers of namespaces. Called by whoever creates
-    a group, before it says who it is; None changes nothing.
+    Clones of a running machine have its boot id, and the same numbers of namespaces. Whoever creates a group
+    calls this before the process's identity is sent to others; None changes nothing.
 
     Raises:
         UsageError: The process has another name already: others know it by that.
@@ -131,7 +131,7 @@ def name_host(host_id: str | None) -> None:
 
 
 def _boot_id_of(boot_id: str) -> str:
-    """Return the boot id in which the host's name counts, in the same form."""
+    """Return a boot id of the same form that also depends on the host's name, if it was given one."""
     if not _host_id:
         return boot_id
     digest = hashlib.sha256(f"{boot_id} {_host_id[0]}".encode()).digest()
@@ -254,7 +254,7 @@ class PeerWatch:
         if process_state(peer) == "dead":
             self._lost.add(rank)
             descriptor = self._descriptors[rank]
-            # Nothing is called between: a handler finds the descriptor here and open, or neither.
+            # No signal handler runs before `os.close`: it finds the descriptor stored and open, or neither.
             del self._descriptors[rank]
             os.close(descriptor)
 
@@ -268,15 +268,15 @@ class PeerWatch:
             self._descriptors[rank] = descriptor
 
     def report(self, rank: int, how: str) -> None:
-        """Count `rank` as ended, because somebody who sees its process says so; `how` says who, for errors."""
+        """Count `rank` as ended because a process that sees it says so; `how` tells which one, for errors."""
         self.report_each({rank: how})
 
     def report_each(self, how: Mapping[int, str]) -> None:
-        """Count ranks as ended as `report` does, each by itself: whoever looks may hold some of the reports back."""
+        """Count each of these ranks as ended, unless `holds_back` of `look_with` holds its report back."""
         self.report_all({rank: text for rank, text in how.items() if not self._holds_back(rank, text)})
 
     def report_all(self, how: Mapping[int, str]) -> None:
-        """Count the ranks in `how` as ended, as `report` does: nobody sees some of them as lost without the others."""
+        """Count all ranks in `how` as ended at once, so that nobody sees only some of them as lost."""
         with self._lock:
             self._reports = {**how, **self._reports}
             self._lost |= how.keys()
@@ -287,11 +287,11 @@ class PeerWatch:
         holds_back: Callable[[int, str], bool] = lambda _rank, _how: False,
         is_in_doubt: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Call `look`, which must not block and may `report_all`, whenever somebody asks who is lost.
+        """Call `look` whenever somebody asks who is lost; it must not block, and may call `report_all`.
 
-        `holds_back` is called with each report of others; where it returns True, a later `look` reports that rank, and
-        those that are lost with it. `is_in_doubt`, which must not block either, says whether `look` may soon find ranks
-        lost.
+        `holds_back` is called with each report that comes from elsewhere. If it returns True, that report is
+        dropped, and a later `look` reports the rank together with those that are lost with it. `is_in_doubt`
+        must not block either; it says whether `look` may soon find ranks lost.
         """
         with self._lock:
             self._looks.append(look)
@@ -317,7 +317,7 @@ class PeerWatch:
                 for descriptor in ranks:
                     poller.register(descriptor, select.POLLIN)
                 for descriptor, _ in poller.poll(0):
-                    # A signal handler may have closed the descriptor that says so.
+                    # A signal handler may have closed this descriptor since it was polled.
                     if self._descriptors.get(ranks[descriptor]) == descriptor:
                         self._lost.add(ranks[descriptor])
             return tuple(sorted(self._lost))
@@ -345,10 +345,10 @@ class PeerWatch:
             return "unknown"
 
     def twin_hosts(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Return the names of other hosts than this one that `ranks` are on although their boot id is that of this one.
+        """Return the names of hosts on which `ranks` are, other than this one, that have this host's boot id.
 
-        They are containers of this host, or clones of one machine. Ranks of which somebody has reported the end are
-        left out: that does not come from comparing processes.
+        They are containers of this host, or clones of one machine. Ranks whose end was reported are left out,
+        because a report does not come from comparing processes.
         """
         own = self._own
         peers = [self._peers[rank] for rank in ranks if rank in self._peers and rank not in self._reports]
@@ -397,7 +397,7 @@ class PeerWatch:
         with self._lock:
             self._looks, self._doubts = [], []
             for rank in list(self._descriptors):
-                # Nothing is called before the end: a handler finds the descriptor here and open, or neither.
+                # No handler runs before `os.close`: it finds the descriptor stored and open, or neither.
                 if rank in self._descriptors:
                     descriptor = self._descriptors[rank]
                     del self._descriptors[rank]

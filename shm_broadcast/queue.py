@@ -274,14 +274,15 @@ class QueueWriter:
         return obj
 
     def guard(self, guard: QueueGuard) -> None:
-        """Let the owner of this end, such as a group, learn that it has failed; for its first use.
+        """Register the owner of this end, such as a group, which is then told when the end fails.
 
-        A call that waits for readers on other hosts also asks the owner now and then whether it has failed.
+        Call this before the first use. A call that waits for readers on other hosts also asks the owner now
+        and then whether it has failed.
         """
         if self._is_local:
             self._ring.guard = guard
         else:
-            # Told at the end of a call, not from within: the owner may close the queue, whose locks are held there.
+            # Told at the end of a call, when its locks are free: the owner may close the queue.
             self._guard = self._remote.guard = guard
         self._add_fields(guard.log_fields())
 
@@ -297,7 +298,7 @@ class QueueWriter:
         """End the queue: readers get the messages that were written, then `ClosedError`. Idempotent.
 
         If another thread is inside of `enqueue`, either all readers get its message or none does, whatever that call
-        raises. Its copy into shared memory is waited for, its wait for room is ended.
+        raises. `close` waits for that call's copy into shared memory, and ends that call's wait for room.
 
         Args:
             timeout_s: Seconds that readers on other hosts have to take the messages that were written. The default
@@ -312,7 +313,8 @@ class QueueWriter:
             try:
                 self._ring.close()
             except BaseException:
-                # Now, not later: another thread may put a message into an open ring, behind the END of other readers.
+                # Again now, not in a later call: while the ring is open, another thread may still write a
+                # message into it, after the remote readers have got END.
                 self._ring.close()
                 raise
             finally:
@@ -340,7 +342,7 @@ def _offer_ring(
     undo: ExitStack,
 ) -> tuple[RingWriter, Handover]:
     """Make a ring and offer it to its readers; `undo` closes both."""
-    own_page()  # before anything is open that would have to be closed if there is no memory for it
+    own_page()  # first: if there is no memory for the page, nothing is open yet that would have to be closed
     segment = Segment.create(segment_bytes(settings.ring_bytes, len(ranks)))
     undo.callback(segment.close)
     _core.ring_format(segment.memory, len(ranks), generation)
@@ -465,12 +467,13 @@ class QueueReader:
         """Return a descriptor for `select`, `poll`, `epoll` and `selectors`, which also take the reader itself.
 
         It is readable while `try_dequeue` may return a message, or raise because the writer has closed the queue or
-        died (noticed within a second). Now and then it is readable though `try_dequeue` returns nothing, as when only
-        a part of a long message has come; it is unreadable after that. Only wait for it: it holds no data. `close`
-        makes it readable and then closes it, so take it out of a selector before.
+        died (noticed within a second). Now and then it is readable although `try_dequeue` returns nothing,
+        for example because only a part of a long message has come; that call makes it unreadable. Only wait
+        for it: it holds no data. `close` makes it readable and then closes it: take it out of selectors
+        first.
 
-        The first call starts a thread, which sleeps until a message comes; with a writer on another host, it has one
-        anyway. `dequeue`, `loan` and `adequeue` may be mixed with it.
+        The first call starts a thread, which sleeps until a message comes; a reader whose writer is on
+        another host has a thread anyway. `dequeue`, `loan` and `adequeue` may be mixed with it.
 
         Raises:
             ClosedError, GroupBrokenError, UsageError: This reader cannot be used.
@@ -506,9 +509,9 @@ class QueueReader:
         return self.loan(timeout_s)
 
     def guard(self, guard: QueueGuard) -> None:
-        """Let the owner of this end, such as a group, learn that it has failed, and say why it ends; for its first use.
+        """Register the owner of this end, such as a group: it is told of failures, and can explain them.
 
-        A read that waits also asks the owner now and then whether it has failed.
+        Call this before the first use. A waiting read also asks the owner now and then whether it has failed.
         """
         self._ring.guard = guard
         self._ring.fields.update(guard.log_fields())

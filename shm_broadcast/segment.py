@@ -82,7 +82,7 @@ class Segment:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         """Take ownership of `descriptor`; use `create` or `adopt`.
 
-        From its first step on nobody else closes the number: one that is closed twice may be somebody else's by then.
+        From here on only this object closes `descriptor`: closed twice, it may be somebody else's by then.
 
         Args:
             descriptor: The memfd.
@@ -100,7 +100,7 @@ class Segment:
         self.memory = _mapping(self.descriptor, self.nbytes, flags)
 
     def _check_sealed(self, later_bytes: int) -> None:
-        """Raise `DecodeError` unless nobody can change the size, which is that of the mapping and the tail."""
+        """Raise `DecodeError` unless the memfd is sealed and as long as the mapping and the tail together."""
         if not is_sealed(self.descriptor) or os.fstat(self.descriptor).st_size != self.nbytes + later_bytes:
             raise DecodeError(f"the descriptor received is not a sealed segment of {self.nbytes} bytes")
 
@@ -266,7 +266,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
-# Text that is no UTF-8, and values nested too deep, are no errors of msgspec's own.
+# For text that is not UTF-8, and for values nested too deep, msgspec raises Python's own errors.
 _MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -338,8 +338,8 @@ class Handover:
         self._stopping = False
         self._forks = fork_count()
         self._thread: DaemonThread | None = None
-        # Guards shutting down against closing the listener: the number of a closed descriptor may be reused. A signal
-        # handler that closes, too, gets in.
+        # Keeps `shutdown` of the listener apart from its closing, as the number of a closed descriptor may be
+        # reused. Re-entrant, so that a signal handler may also call `close`.
         self._lock = threading.RLock()
         self.address: str = f"group-coordinator-{secrets.token_hex(16)}"
         self._listener = new_socket()
@@ -356,12 +356,12 @@ class Handover:
         self._poller.register(self._listener, select.POLLIN)
 
     def start(self) -> None:
-        """Serve from now on. For the owner, who keeps this object already, so that it can always be closed."""
+        """Serve from now on; the owner calls this once it has stored the object, so that it can close it."""
         self._thread = DaemonThread(self._serve, "group-coordinator-handover")
         try:
             self._thread.start()
         except BaseException:
-            # Ctrl-C may end the wait for the thread's beginning. If it begins yet, it finds that it is to stop.
+            # Ctrl-C may end the wait for the thread's start. If the thread still starts, it sees `_stopping`.
             self._stopping = True
             self._listener.shutdown(socket.SHUT_RDWR)
             if not self._thread.is_alive():
@@ -478,7 +478,7 @@ class Handover:
             elif self._listener.fileno() >= 0:
                 # Shutting the listener down wakes the thread; closing it alone would not.
                 self._listener.shutdown(socket.SHUT_RDWR)
-        # A handler inside of the block above would wait for a thread that needs the lock. The outer call waits.
+        # A handler inside of the block above must not wait: the thread needs the lock. The outer call waits.
         if thread is not None and not is_nested:
             thread.join()
 

@@ -1,4 +1,4 @@
-"""Threads whose end is seen right though a signal handler raises in the wait for it, and steps that run on one."""
+"""Threads whose end is noticed even if a signal handler raises in the wait, and steps that run on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Aside", "DaemonThread", "import_aside", "made_aside"]
 
 _Made = TypeVar("_Made")
 
-# A wait looks again this often: a handler that raised in another wait may have kept the lock that tells of the end.
+# A wait looks again this often: a handler that raised in another wait may have left the lock taken.
 _LOOK_S: Final = 0.1
 # How long `settle` waits before it aborts a step once more.
 _AGAIN_S: Final = 0.02
@@ -29,11 +29,11 @@ _AGAIN_S: Final = 0.02
 class DaemonThread(threading.Thread):
     """A daemon thread that can be started and joined beside signal handlers that raise.
 
-    Before Python 3.13 `Thread.join` takes a thread that still runs for ended when a handler raises in it: it finds the
-    lock held by which the thread's end is told, and takes that for its own. If the thread ends just then, a
-    `RuntimeError` replaces what the handler raised. And `Thread.start` takes an `Exception` that a handler raises in it
-    for a refusal of the kernel: it strikes a thread that has begun off Python's list, so that this one ends with a
-    `KeyError` before it has called its target.
+    Before Python 3.13, `Thread.join` may take a running thread for ended if a handler raises in it: it finds
+    the lock held that announces the thread's end, and believes that it holds the lock itself. If the thread
+    ends just then, a `RuntimeError` replaces the handler's exception. `Thread.start` takes an `Exception` of
+    a handler for a refusal by the kernel: it removes a thread that has begun from Python's list, and that
+    thread then ends with a `KeyError` before it calls its target.
     """
 
     def __init__(self, target: Callable[..., object], name: str, args: Iterable[Any] = ()) -> None:
@@ -47,7 +47,7 @@ class DaemonThread(threading.Thread):
     def start(self) -> None:
         """Start the thread, and wait until it has begun. What a handler raises meanwhile does not stop it.
 
-        Only the main thread runs signal handlers, so there a thread without any state of Python's calls `Thread.start`.
+        Signal handlers run on the main thread only; there, a bare helper thread calls `Thread.start` instead.
 
         Raises:
             RuntimeError: This process can have no further thread, or the thread was started before.
@@ -113,9 +113,9 @@ class DaemonThread(threading.Thread):
 class Aside:
     """Runs steps that open descriptors, one at a time, on a thread of their own.
 
-    Python runs signal handlers on the main thread, between any two of its steps: also when a system call has returned a
-    descriptor that nobody has stored yet. What such a handler raises, as Ctrl-C does, would leave it open. A step
-    stores what it opens in an object that will be closed.
+    Python runs signal handlers on the main thread, between any two of its instructions, even when a system
+    call has just returned a descriptor that is not stored yet. An exception of a handler, such as that of
+    Ctrl-C, would leave the descriptor open. A step stores what it opens in an object that will be closed.
     """
 
     def __init__(self, purpose: str = "to open descriptors") -> None:
@@ -134,7 +134,7 @@ class Aside:
         self._has_begun, self._error = False, None
 
         def body() -> None:
-            # Either `settle` sees that this has begun, or this sees that it shall not begin.
+            # Either `settle` sees that the step has begun, or the step sees that it is cancelled.
             self._has_begun = True
             if self._is_cancelled:
                 return
@@ -174,10 +174,11 @@ class Aside:
 def made_aside(
     make: Callable[[], _Made], drop: Callable[[_Made], object], abort: Callable[[], object]
 ) -> _Made:
-    """Return what `make` makes. What a signal handler raises meanwhile arrives as it is, and nothing stays open.
+    """Return what `make` makes; what a signal handler raises meanwhile passes, and nothing stays open.
 
-    Only the main thread runs handlers: there, `make` runs on a thread of its own. It must need no lock of the caller's.
-    The caller stores or returns the result in a statement that calls nothing else.
+    Only the main thread runs signal handlers, so a call on the main thread runs `make` on another one. `make`
+    must not need a lock that the caller holds. The caller stores or returns the result in a statement that
+    makes no other call.
 
     Args:
         make: Opens descriptors and starts threads, which its result owns; if it raises, it leaves nothing.
@@ -199,7 +200,7 @@ def made_aside(
             discard()
 
     def discard() -> None:
-        # Whoever takes it out closes it: this thread, or the other one that no longer waits.
+        # The caller's thread or the one that runs `step`: whichever pops the result closes it.
         try:
             each = made.pop()
         except IndexError:
@@ -226,10 +227,10 @@ def _check_parent(forks: int) -> None:
 
 
 def import_aside(name: str) -> None:
-    """Import a module before an `import` in a function, and let what a signal handler raises meanwhile arrive as it is.
+    """Import a module ahead of an `import` statement, on a thread on which no signal handler can raise.
 
-    Raised inside of `import`, it may leave Python's lock of that module taken, on which the next import of it would
-    wait for ever.
+    If a handler raises inside of `import`, Python's lock of that module may stay taken, and the next import
+    of the module would wait for ever. Here the handler's exception passes unchanged once the import is over.
 
     Raises: as `made_aside`, and what the module raises.
     """

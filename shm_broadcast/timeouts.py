@@ -23,7 +23,7 @@ def seconds(timeout: object, name: str = "timeout_s", *, may_be_zero: bool = Fal
         may_be_zero: Whether the call can look without waiting.
 
     Raises:
-        UsageError: It is not of these kinds, it is no number, or it is negative; or it is zero, and may not be.
+        UsageError: `timeout` has another type, is NaN or negative, or is zero without `may_be_zero`.
     """
     if timeout is None:
         return None

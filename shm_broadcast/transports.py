@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # from 50 us up to 2 ms, which costs half a percent of a core.
 _LONGEST_NAP_NS: Final = 2_000_000
 _SHORTEST_NAP_NS: Final = 50_000
-# How long it waits for another thread that is inside of a read, if that is the only one with a message.
+# How long such a call sleeps if the only queues with a message are being read by other threads.
 _BUSY_NAP_NS: Final = 1_000_000
 # How often such a call, and any that waits for several rings, looks for dead writers.
 _LOOK_S: Final = 0.4
@@ -136,7 +136,7 @@ class NoRing(RingWriter):
     def statistics(self) -> QueueStatistics:
         """Return how many messages were written; the rest is zeros.
 
-        A message that a signal handler keeps from being sent counts from its write on: the thread sends it soon.
+        A message counts once it is written: if a handler interrupts its sending, the thread sends it soon.
         """
         return QueueStatistics(self._written, 0, 0, 0.0, 0, ())
 
@@ -147,7 +147,7 @@ class NoRing(RingWriter):
 def take_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | None) -> tuple[int, Any]:
     """Wait for several readers; return (index of a reader, its next object).
 
-    A message that another thread or a signal handler takes first is not waited for: others may have one.
+    If another thread or a signal handler takes a message first, this call goes on waiting for all readers.
 
     Args:
         readers: The readers of this process, of either transport.
@@ -158,7 +158,7 @@ def take_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | No
         PeerLostError: A reader's writer is gone.
         ClosedError, GroupBrokenError: One of the readers cannot be used.
         DecodeError: The message cannot be decoded; the next one can be read.
-        UsageError: The same, or more than 128 readers use shared memory.
+        UsageError: One of the readers cannot be used here, or more than 128 readers use shared memory.
     """
     start = time.monotonic()
     places, connections = _places(readers)
@@ -173,7 +173,7 @@ def take_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | No
     looks_s = _LOOK_S
     is_found = True
     while True:
-        # The native wait says whether a ring has something; looking at each in turn also finds dead writers.
+        # Look at every ring only if the native wait has found something, or after `_LOOK_S` for dead writers.
         looks_at_all = is_found
         waited_s = time.monotonic() - start
         if waited_s >= looks_s:
@@ -192,7 +192,7 @@ def take_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | No
             _raise_late(readers, timeout_s)
         left_ns = SLICE_NS if timeout_s is None else min(SLICE_NS, int((timeout_s - waited_s) * 1e9))
         if is_busy:
-            # Its ring may have a message for as long as the other thread likes, as with one on loan.
+            # The ring shows a message until the other thread is done with it, for example until a loan ends.
             time.sleep(min(_BUSY_NAP_NS, left_ns) / 1e9)
         elif places:
             times = SHORT_SPIN_NS, min(nap_ns, left_ns), int(waited_s * 1e9)

@@ -17,8 +17,8 @@ class TakenError(Exception):
 class Turn:
     """A context manager that holds a re-entrant lock, which this thread does not hold yet."""
 
-    # Python looks for `__exit__` before it enters the block. It finds the lock's own, a native function: no signal
-    # handler can raise between the end of the block and the release.
+    # Python looks `__exit__` up before it enters the block, and finds the lock's own method here. That is a
+    # native function, so no signal handler can raise between the end of the block and the release.
     __slots__ = ("__exit__", "_lock", "_within_s")
     __exit__: Callable[..., None]
 

@@ -77,8 +77,8 @@ def run_interruptibly(
         outcome.add_done_callback(drop)  # now, or once there is a result
         raise
     finally:
-        # An error that it holds holds both frames, and with them the caller's store until the garbage collector runs: a
-        # rank that tries again would find its own port in use.
+        # An error in `outcome` refers to both frames, and so keeps the caller's store alive until the garbage
+        # collector runs. A rank that tries again would find its own port in use.
         del outcome
 
 
@@ -130,7 +130,7 @@ def ask_store(
 def finish_calls(timeout_s: float) -> None:
     """Wait until no thread of `run_interruptibly` is left in this process, for at most `timeout_s` seconds.
 
-    One for which an interrupted caller no longer waits may still ask a store, also after the store has gone.
+    A thread whose caller was interrupted may still query a store, even one that is gone.
     """
     end = time.monotonic() + timeout_s
     for thread in list(_running):
@@ -149,16 +149,16 @@ def raise_if_lost(watch: PeerWatch, where: str) -> None:
 def refuse_clones(watch: PeerWatch, where: str) -> None:
     """Raise `PeerLostError` if a rank that has just agreed seems to have ended, and may be on a clone of this host.
 
-    Otherwise whoever waits for that rank next takes it for dead, in whatever call that is.
+    Otherwise the next call that waits for that rank, whichever it is, would report the rank as dead.
     """
     if clone_hint(watch, watch.lost()):
         raise_if_lost(watch, where)
 
 
 def clone_hint(watch: PeerWatch, ranks: Iterable[int]) -> str:
-    """Return the end of an error's text that says how hosts with one boot id can start; "" where there are none.
+    """Return the end of an error's text that says how hosts with one boot id can start; "" if there are none.
 
-    A process on a clone of this host seems to have ended here, where no process or another one has its number.
+    A process on a clone of this host seems to have ended: here its number is free or another process's.
     """
     names = watch.twin_hosts(ranks)
     if not names:
@@ -199,8 +199,8 @@ def connect_watched(
         return run_interruptibly(action, name, check_both)
     except RuntimeError as error:
         # torch raises this when a connection is refused or its own timeout passes. A dying peer's sockets close
-        # some milliseconds before its process appears dead, so look for a while before blaming torch. One that was
-        # interrupted lives on: it has said so before it closed them.
+        # some milliseconds before its process appears dead, so look for a while before blaming torch. A peer
+        # that was interrupted lives on; it published that before it closed its sockets.
         until = time.monotonic() + EXPLAIN_S
         while time.monotonic() < until:
             time.sleep(SLICE_S)

@@ -28,7 +28,7 @@ from shm_broadcast.errors import CommError, CommTimeoutError, UsageError
 
 __all__ = ["SpareConnection", "connection_of_its_own", "open_tcp_store"]
 
-# What connecting gets at least of `create_timeout_s` where most of it has passed before the name had an address.
+# Connecting gets at least this long, even if the name got its address late in `create_timeout_s`.
 _LEAST_TIMEOUT_S: Final = 1.0
 
 
@@ -45,7 +45,7 @@ class SpareConnection:
     def lent(self, store: dist.Store, prefix: str | None = None) -> Iterator[dist.Store]:
         """Give the block a connection to `store`, below `prefix`, that no other thread uses.
 
-        After an error in the block, which may still wait there, it is not kept.
+        After an error the connection is not kept, because a call may still wait on it.
         """
         with self._lock:
             connection, self._spare = self._spare, None
@@ -62,7 +62,7 @@ class SpareConnection:
 
 
 def connection_of_its_own(store: dist.Store) -> dist.Store:
-    """Return `store` over a new connection; itself if it is used without one. May block as long as a server does."""
+    """Return `store` over a new connection; itself if it uses none. May block as long as its server does."""
     if is_local(store):
         return store
     connected: Any = store  # torch's stubs do not know `clone`

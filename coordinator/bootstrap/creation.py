@@ -64,8 +64,8 @@ def create_parts(
     Args:
         plans: The groups, in the same order on all ranks. A rank without plans still compares facts with all ranks of
             the world, so that a rank that has plans is noticed.
-        made: Gets the groups, in this order, as the last step. The caller has it `kept` from before until somebody else
-            has the groups: an interrupt may come before this has returned.
+        made: Gets the groups, in this order, as the last step. The caller holds it in `kept` until the groups
+            have another owner, because an interrupt may come before this call has returned.
         world: The processes among which they are created.
         what: What is being created, for errors.
         round_name: Name of this agreement, which prefixes its keys in the store; never used before.
@@ -111,11 +111,11 @@ def create_parts(
             _join_heartbeats(builders, world, prefix, what, brief)
             _share(builders)
             how = use_device_communicator, agreement_s, tuple(plan.name for plan in plans)
-            # Nothing is called behind it: an interrupt comes before, or finds all of them in `made`.
+            # No function is called after this: an interrupt comes before it, or finds all groups in `made`.
             made += [builder.connect(*how) for builder in builders]
         except BaseException as error:
             try:
-                # An interrupt may come when all have just agreed: the others wait in the groups.
+                # If all ranks had just agreed, the others wait in groups that this rank has not begun.
                 rest = list(zip(plans, stores, strict=True))[len(builders) :] if agreed.is_set() else []
                 give_up(builders, error, [status_store(*each) for each in rest])
             except BaseException:  # one more interrupt
@@ -162,7 +162,7 @@ def _agree(
     with closing(watch):
         heartbeats = world.heartbeats(settings.remote.lost_after_s)
         heartbeats.listen(watch, ranks)
-        # Behind it: a reported loss is held back while its host may have vanished as a whole.
+        # After `listen`: a reported loss is held back while the rank's host may have vanished as a whole.
         if world.is_torch:
             listen_for_losses(watch, ranks)
         views = agree(
@@ -264,7 +264,7 @@ def give_up(
 
 
 def undo(builders: Sequence[GroupBuilder]) -> None:
-    """Release what was connected for groups that nobody gets; all of it, if this is interrupted once. Idempotent."""
+    """Release all that was connected for groups that nobody gets, even if interrupted once. Idempotent."""
     try:
         for builder in builders:
             builder.undo()

@@ -66,7 +66,7 @@ def prepare_region(
     is_alone = len(ranks) == 1 or len({host_ids.get(rank) for rank in ranks}) > 1
     size, index = (1, 0) if is_alone else (len(ranks), plan.membership.rank_in_group)
     region = shared_memory.Preparation(size, index)
-    # Before it opens anything: what interrupts the preparation must leave nothing open.
+    # This comes before it opens anything, so that an interrupt of the preparation leaves nothing open.
     offered.callback(region.close)
     if not is_alone:
         with plan.clock.phase("shared_memory"):
@@ -128,7 +128,7 @@ class GroupBuilder:
             raise
 
     def _begin(self) -> None:
-        # Behind the agreement: if this process may not, the others are told why.
+        # This comes after the agreement, so that the others are told why if this process cannot do it.
         offer_stacks(self.settings.stack_signal)
         name, ranks, rank = self.plan.name, self.plan.membership.ranks, self.plan.membership.rank
         self._host_ids = self.members.host_ids
@@ -140,14 +140,14 @@ class GroupBuilder:
         self._status_store = GroupStatusStore(self._world_status_store)
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
         self.partners = partners_of(rank, self.members.hosts)
-        # Registered first: what interrupts this thread between the two lines must leave no link in use.
+        # `release` is registered first, so that an interrupt between the two lines leaves no link in use.
         self._made.callback(heartbeats.release, self.health)
         heartbeats.use(self.health, self.partners)
         for together in self.partners.values():
             heartbeats.learn(together)
         if self.partners:
             heartbeats.listen(self._watch, ranks)
-        # Behind it, as when the ranks agreed.
+        # After `heartbeats.listen`, for the same reason as in the agreement of the ranks (`creation.py`).
         if self.world.is_torch:
             listen_for_losses(self._watch, ranks)
 
@@ -188,8 +188,9 @@ class GroupBuilder:
         shared = self._shared
         if shared is None:
             return
-        # A rank that waits for the memory of a stopped first rank gives up before those that have the memory, and tells
-        # them who is missing. They would blame it too.
+        # If the first rank is stopped, a rank that still waits for its memory gives up `LINGER_S` before the
+        # ranks that have the memory, and tells them who is missing. Otherwise they would blame that waiting
+        # rank too.
         timeout_s = self._within_s + LINGER_S
         with self.plan.clock.phase("shared_memory"):
             try:
@@ -198,17 +199,17 @@ class GroupBuilder:
                 raise self._translated(error) from error
 
     def _explained(self, error: CommError, first: int, timeout_s: float) -> CommError:
-        """Break the group, and return the error for a first rank that hands its memory over no more, or not in time.
+        """Break the group, and return the error for a first rank that does not hand its memory over in time.
 
-        It has ended, it is stopped, or it has failed in another group. Then it published why before it withdrew its
-        offer.
+        That rank has ended, is stopped, or has failed in another group. In the last case it published the
+        reason before it withdrew its offer.
         """
         if isinstance(error, CommTimeoutError):
             return self._translated(self.health.blame(_SHARE, (first,), timeout_s))
         return self._translated(self.health.explain(Operation("host", _SHARE, 0), error, (first,)))
 
     def _translated(self, error: CommError) -> CommError:
-        """Return `error`, or what the rank raises that cannot map its memory, if that is the reason."""
+        """Return `error` or, if a rank cannot map its memory, the error which that rank itself raises."""
         failure_record = self.health.failure_record
         if failure_record is not None and failure_record.kind == "failed":
             return self._hinted(CapabilityError(failure_record.detail, requirement="shared memory"))
@@ -217,7 +218,7 @@ class GroupBuilder:
     def _hinted(self, error: CommError) -> CommError:
         """Return `error`, and say how hosts that may be clones of one machine can start, if there are any.
 
-        A process on this host may have the number of a rank on its clone, which then seems to live here.
+        A process on this host may have the number of a rank on the clone. That rank then seems to live here.
         """
         hint = clone_hint(self._watch, self._watch.peers)
         if hint and isinstance(error, PeerLostError):
@@ -314,7 +315,8 @@ class GroupBuilder:
             try:
                 return connect_watched(connect_all, f"{self.plan.name} {name}", where, self._watch, check)
             except BaseException as error:
-                # The thread that connects may block the usual connection until its deadline.
+                # Published over a connection of its own: the connecting thread may block the usual one until
+                # its deadline.
                 if not self.health.is_broken:
                     self.health.fail(error, "connect")
                 raise
@@ -332,7 +334,7 @@ class GroupBuilder:
             shared=self._shared,
             cuda=self.settings.cuda,
             exchange=host.exchange,
-            # Without this object, whose store would live as long as a destroyed group that somebody keeps.
+            # It must not refer to this builder, whose store would live as long as somebody keeps the group.
             connect=partial(
                 open_connections,
                 membership.rank_in_group,

@@ -26,7 +26,7 @@ _counts_decoder: Final = msgspec.json.Decoder(dict[str, int])
 _facts_decoder: Final = msgspec.json.Decoder(dict[str, str])
 # A unique name: `tp:0`, or `tp:0@1` in a later epoch.
 _NAME: Final = re.compile(r"([^:]+):([0-9]{1,18})(?:@[0-9]+)?")
-# No name of a group has a colon. What stands here differs in every value that is written.
+# The key of a random number that makes every written value different. No group name contains a colon.
 _MARK: Final = ":"
 _MARK_BITS: Final = 62
 # By the store of a world, what this process has last written there.
@@ -44,7 +44,7 @@ class GroupNames:
         store: The world's store.
         rank: This process's global rank.
         timeout_s: How long to wait for the store's answer, in seconds.
-        epoch: That of the world; from the first change of members on it ends the name: `tp:0@1`.
+        epoch: The epoch of the world; after the first change of members each name ends with it: `tp:0@1`.
         processes: The processes that an error may name, by rank: those of the group, and of rank 0, which may serve the
             store.
     """
@@ -88,7 +88,7 @@ class GroupNames:
 
     @contextmanager
     def caught_up(self) -> Iterator[None]:
-        """Catch up with the other ranks if a round disagrees, which is the block."""
+        """Run a round of agreement as the block; if the ranks disagree in it, catch up with their counts."""
         try:
             yield
         except DisagreementError as error:
@@ -98,7 +98,7 @@ class GroupNames:
             raise
 
     def catch_up(self, views: Iterable[str]) -> None:
-        """Count the names of all groups that ranks have asked for which disagree; errors as of `take`.
+        """Count the names of all groups that any of the disagreeing ranks has asked for; errors as of `take`.
 
         All ranks get the same views. Their next round then has the same names, whatever each has counted before.
 
@@ -135,9 +135,10 @@ class GroupNames:
     ) -> dict[str, int]:
         """Replace this rank's counts by `changed` of them; return those before. `bases` are named in errors.
 
-        All counts of a rank are one value, so the number of names does not change how often the store is asked. It is
-        asked once where this rank has asked it before: it then knows what it has written. Only this rank changes its
-        counts, but two of its threads may do so at the same time: one of them then finds the other one's.
+        All counts of a rank are one value, so the number of queries does not depend on the number of names.
+        One query is enough if this process has written before, because it then knows the present value. Only
+        this rank changes its counts; if two of its threads do so at the same time, one finds the other's
+        value and tries again.
         """
         store, key = self.store, f"group_coordinator/created/{self.rank}"
 
@@ -145,7 +146,8 @@ class GroupNames:
             known = _written.get(store, b"")
             while True:
                 counts = _counts_decoder.decode(known or b"{}")
-                # Its value is this call's own, so that a store which already holds it cannot seem to have taken it now.
+                # The mark makes the value unique to this call. Without it, an equal value that the store
+                # holds already would look as if the store had just taken this one.
                 marked = {**changed(dict(counts)), _MARK: secrets.randbits(_MARK_BITS)}
                 own = msgspec.json.encode(marked)
                 found = store.compare_set(key, known.decode(), own.decode())

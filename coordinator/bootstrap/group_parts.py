@@ -84,7 +84,7 @@ class GroupProcessGroups:
         """Destroy `group` together with these process groups, and keep forked children from finalising it.
 
         Raises:
-            ClosedError: They are destroyed, and `group` now too: a thread was still connecting it.
+            ClosedError: They were destroyed while a thread connected `group`, which is now destroyed too.
         """
         with self._lock:
             self._adopted.append(group)
@@ -99,7 +99,7 @@ class GroupProcessGroups:
         return any(group is each for each in self._adopted)
 
     def for_callers(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """Return what callers may use, too, of `host` and `device`: nothing that has a deadline of its connection."""
+        """Return `host` and `device` if callers may use them too: without a deadline of their own."""
         return (self.host, self.device) if self.connect_timeout_s is None else (None, None)
 
     def open_gloo(self, description: str) -> dist.ProcessGroup:
@@ -163,7 +163,7 @@ class GroupProcessGroups:
         return group, gloo
 
     def destroy(self) -> None:
-        """Destroy all of them, and those that a thread still connects once they are. Idempotent."""
+        """Destroy all of them; one that a thread still connects is destroyed once connected. Idempotent."""
         while True:
             with self._lock:
                 self._is_destroyed = True
@@ -239,7 +239,7 @@ class GroupParts:
 
 @contextmanager
 def kept(made: Sequence[GroupParts]) -> Iterator[None]:
-    """Release groups if the block, which gives them to their owners, is interrupted. Nobody else could."""
+    """Release groups if the block that hands them to their owners is interrupted: nobody else could."""
     try:
         yield
     except BaseException as error:

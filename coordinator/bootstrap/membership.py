@@ -133,7 +133,7 @@ def own_address(interface: str | None, store: dist.Store, spans_hosts: bool = Fa
 def loopback_hint(store: dist.Store, address: str) -> str:
     """Return the end of an error's text about ranks that did not come, if perhaps they cannot reach the store; else "".
 
-    Without a launcher that says so nobody knows before that the ranks are on several hosts.
+    Unless a launcher says so, nothing tells in advance that the ranks are on several hosts.
 
     Args:
         store: The store in which the ranks meet.
@@ -157,7 +157,7 @@ def serves_store(store: dist.Store) -> bool:
         return False
     try:
         server = addresses_of(store.host, store.port or 1)
-        # The kernel reaches an address of its own from that address.
+        # To reach an address of this host, the kernel uses that same address as the source.
         return routed_address(store.host, server) in {address.text for address in server}
     except (OSError, CapabilityError):  # no name or no route any more: then it is elsewhere
         return False

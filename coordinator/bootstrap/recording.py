@@ -32,6 +32,7 @@ def begin_record(store: dist.Store, rank: int, settings: CoordinatorSettings) ->
     Raises:
         SettingsError: The record directory cannot be made, or other users may reach into it.
         CapabilityError: Its file system is full.
+        CommTimeoutError: The store does not answer.
         NativeError: The store is gone.
     """
     if settings.record_dir is None:

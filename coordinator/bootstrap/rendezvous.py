@@ -78,7 +78,7 @@ class _Attempt:
         rendezvous: Once the ranks have met.
         has_failed: Whether the call ends without a world.
         is_connecting: Whether its thread is in torch, which nobody else may touch meanwhile.
-        has_connected: Whether it was there, so that torch's world, if there is one, is of this attempt.
+        has_connected: Whether its thread was ever in torch; a world of torch's then belongs to this attempt.
     """
 
     fork_count: int
@@ -91,11 +91,11 @@ class _Attempt:
 _world: _World | None = None
 _attempt: _Attempt | None = None
 _worlds = itertools.count()
-# It is not held while other ranks are waited for, but for those that leave. A signal handler that interrupts the end of
-# a world may destroy the world.
+# The lock is not held while waiting for other ranks, except for ranks that leave. It is reentrant because a
+# signal handler that interrupts the end of a world may destroy the world too.
 _lock = threading.RLock()
-# How long the next start waits until the thread of one that was interrupted has left torch, which takes milliseconds if
-# the store answers; and how long the interrupted call does, for Ctrl-C must interrupt within 0.2 s.
+# The thread of an interrupted start leaves torch within milliseconds if the store answers. How long the next
+# start waits for that, and how long the interrupted call itself does: Ctrl-C must interrupt within 0.2 s.
 _END_S: Final = 2.0
 _SETTLE_S: Final = 0.1
 
@@ -182,7 +182,7 @@ def _begin(attempt: _Attempt) -> None:
     """
     global _attempt  # noqa: PLW0603 - torch has one world per process
     end_interrupted()
-    is_inside = is_held(_lock)  # a signal handler is, of the end of a world
+    is_inside = is_held(_lock)  # true in a signal handler that interrupts the end of a world
     with _lock:
         if _is_joining() and _attempt is not None and _attempt.has_failed:
             raise UsageError(
@@ -195,7 +195,7 @@ def _begin(attempt: _Attempt) -> None:
                 "another thread"
             )
         if not _is_ours():
-            leave_world()  # its end was interrupted, or somebody else has destroyed torch's
+            leave_world()  # the end of the last world was interrupted, or others destroyed torch's
         if dist.is_initialized():
             raise UsageError("torch.distributed is already initialised; do not initialise it a second time")
         _attempt = attempt
@@ -209,7 +209,7 @@ def _is_joining() -> bool:
 def _finish(attempt: _Attempt) -> None:
     """Undo what an attempt that has failed has done. If this is interrupted, another call does the rest.
 
-    Does nothing while its thread is in torch, which uses the store; that calls this once it has left.
+    Does nothing while the attempt's thread is in torch and uses the store; the thread calls this afterwards.
     """
     global _world, _attempt  # noqa: PLW0603 - torch has one world per process
     with _lock:
@@ -253,8 +253,9 @@ def end_interrupted(within_s: float = _END_S) -> None:
 def leave_world() -> None:
     """Destroy the world if this process initialised it through `init_world`; otherwise do nothing.
 
-    An interrupt ends waits, and all that can be is released all the same; another call, or the next world, does the
-    rest. A signal handler may call it at any place, any thread at any time: during `init_world` nothing is there yet.
+    An interrupt ends only the waits: all that can be released is released all the same, and another call or
+    the next world does the rest. A signal handler may call this at any place, and a thread at any time;
+    during `init_world` there is no world yet.
     """
     global _world  # noqa: PLW0603 - torch has one world per process
     end_interrupted()
@@ -397,10 +398,10 @@ def _meet_by_environment(
     host, port = launch.master_addr, launch.master_port
     run = f"{launch.run_id or 'run'}/{launch.restart_count}"
     if not launch.use_agent_store:
-        # Rank 0's store is new for each world, so the prefix of its keys has no number: a rank that once gave up before
-        # rank 0 joined would use a different one from the others ever after.
+        # Rank 0's store is new for each world, so the prefix of its keys needs no number. With one, a rank
+        # that once gave up before rank 0 joined would count differently from the others ever after.
         return meet_at_rank_0(host, port, rank, world_size, settings, run=run)
-    # The agent's store cannot be a secured one: it tells where that is.
+    # The agent's store is no secured one: with a secret it only holds the hint that leads to that.
     store = open_tcp_store(host, port, rank, world_size, serve=False, settings=settings, place=None)
     # It outlives worker restarts and is the same for every world of this process, so each world gets its own prefix.
     run = f"{run}/{next(_worlds)}"
@@ -411,9 +412,9 @@ def _meet_by_environment(
 def _behind_hint(
     met: Rendezvous, run: str, settings: CoordinatorSettings, spans_hosts: bool = False
 ) -> Rendezvous:
-    """Return the rendezvous in the secured store of a job with a secret, of which `met` only says where it is.
+    """Return the rendezvous in a job's secured store, to which that of `met` leads; without a secret, `met`.
 
-    Without a secret return `met`. A loopback address of rank 0 is refused if `spans_hosts`.
+    A loopback address of rank 0 is refused if `spans_hosts`.
     """
     rank, world_size = met.rank, met.world_size
     try:
@@ -467,7 +468,10 @@ def _nothing() -> None:
 
 
 def _report_losses(store: dist.Store) -> set[int]:
-    """Let a secured store report ranks whose connection breaks, except for those in the result, which are near."""
+    """Let a secured store report ranks whose connection breaks, except for those that the result contains.
+
+    The caller adds the ranks that no network separates from this one: of their end the kernel tells.
+    """
     near = set[int]()
 
     def on_lost(rank: int, how: str) -> None:

@@ -30,7 +30,8 @@ _HINT: Final = "group_coordinator/endpoint"
 _LONGEST_HINT: Final = 256
 # How much longer than `create_timeout_s` the launcher's store may take, whose calls have no deadline of their own.
 _ANSWER_S: Final = 2.0
-# Of several addresses each that accepts connections gets this long to answer, more than zmq gives a silent handshake.
+# If there are several addresses, each one that accepts connections gets this long to answer. That is longer
+# than zmq allows a silent handshake.
 _TRY_S: Final = 3.0
 _PROBE_S: Final = 0.25
 _PAUSE_S: Final = 0.05
@@ -207,9 +208,9 @@ _UNTRUSTED: Final = " (whoever reaches that store may have changed it)"
 def _await_hint(place: Place, outer: dist.Store, timeout_s: float, over: threading.Event) -> Hint:
     """Return the hint once rank 0 has told it.
 
-    Looks again and again: nothing could end a wait in the store, and torch warns of one that ends without a value. In a
-    store that is served over a network, where thousands of ranks may wait, there are four looks in the first second
-    and one in each further one.
+    Polls the store, since nothing could end a blocking wait there, and torch warns of one that ends without a
+    value. In a store that is served over a network, where thousands of ranks may wait, there are four looks
+    in the first second and one in each further one.
     """
     start = time.monotonic()
     pauses = repeat(0.0) if is_local(outer) else chain(_PAUSES_S, repeat(_PAUSES_S[-1]))

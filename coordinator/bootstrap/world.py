@@ -146,12 +146,12 @@ class World:
         return int(ask_store(lambda: line.store.compare_set(key, "", own), f"first use of {what}", timeout_s))
 
     def spare_connection(self) -> SpareConnection:
-        """Return what lends a connection to `store` of one's own; a torch world has one for all objects like this."""
+        """Return what lends separate connections to `store`; all objects for one torch world share it."""
         world = dist.group.WORLD
         return self._spare if not self.is_torch or world is None else _spare_of(world)
 
     def heartbeats(self, lost_after_s: float) -> Heartbeats:
-        """Return the links to other hosts with this setting; a torch world has them once for all objects like this."""
+        """Return the links to other hosts with this setting; all objects for one torch world share them."""
         world = dist.group.WORLD
         by_setting = (
             self._heartbeats if not self.is_torch or world is None else _heartbeats.setdefault(world, {})
@@ -171,7 +171,7 @@ class World:
         return {rank: process for rank, process in self.processes().items() if rank in ranks}
 
     def hand_over(self) -> Callable[[], None]:
-        """Return what lets go of the store, which the world of the next epoch uses too; `leave` does not do so then."""
+        """Return what lets go of the store, for the next epoch's world; `leave` of this one then keeps it."""
         leave = self._leave or _nothing
         if not self.is_torch:
             self._leave = _nothing
@@ -195,7 +195,7 @@ class World:
             fork_guard.release(store)
 
 
-# By torch's world, which it must not outlive: it connects to the store of that world.
+# The spare connection of each torch world. It must not outlive the world, to whose store it connects.
 _spares: Final = weakref.WeakKeyDictionary[dist.ProcessGroup, SpareConnection]()
 _heartbeats: Final = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, Heartbeats]]()
 

@@ -2,8 +2,8 @@
 
 CLOCK_MONOTONIC starts anew with each boot and is shifted by time namespaces. Pages of one boot and one time namespace
 have one clock: they count the same ticks, and one of them says how long a tick takes, so that processes whose rates
-differ by a millionth agree after hours. Between two clocks only the calls tell: no rank leaves a call in which all meet
-before the last one has come. With o the offset from clock B to clock A, each such call says
+differ by a millionth agree after hours. Two clocks can be compared only by calls: no rank leaves a call in
+which all meet before the last one has come. With o the offset from clock B to clock A, each such call says
 
     latest begin on A - earliest end on B  <=  o  <=  earliest end on A - latest begin on B
 
@@ -25,7 +25,8 @@ from coordinator.diagnosis.same_calls import PageGroups, ambiguous_groups, carri
 __all__ = ["Alignment", "Meeting", "Offset", "align", "find_offsets"]
 
 _UNBOUNDED: Final = float("inf")
-# What shared memory carries meets in these calls; process groups of the host plane meet in each numbered call.
+# In these calls all ranks meet if shared memory carries them; over a process group of the host plane all
+# ranks meet in every numbered call.
 _MEETING: Final = frozenset({"barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 _SHARED_PLANES: Final = frozenset({"shared", "shared host"})
 

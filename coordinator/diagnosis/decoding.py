@@ -99,7 +99,7 @@ def decode_page(copy: bytes, records: bool = True, newest: int = TABLES["records
 def decode_lateness(
     copy: bytes, page: Page, newest: int
 ) -> dict[tuple[str, int, str], list[tuple[int, int]]]:
-    """Return which ranks were late in the newest calls: a small part of the records, for who looks each second.
+    """Return which ranks were late in the newest calls; cheap enough for a look every second.
 
     Args:
         copy: As in `decode_page`.
@@ -126,7 +126,7 @@ def decode_lateness(
             copy, table.offset + place * table.nbytes
         )
         name = names.get(lane_place)
-        # The same looks as for whole records: it is complete, and of the group that has the lane now.
+        # The same checks as for whole records: it is complete, and of the group that has the lane now.
         if last == NOBODY or name is None or not index or (index - 1) % table.number != place:
             continue
         if clock.ns(begin) >= name[1]:
@@ -283,9 +283,10 @@ def _records(
     groups: dict[int, Group],
     clock: _Clock,
 ) -> list[Record]:
-    """Return the newest calls that have ended, in order; no one that is being written, or whose group is shown no more.
+    """Return the newest calls that have ended, in order.
 
-    `calls` have been recorded in all, or a few more since the header was copied.
+    Those that are being written, or whose group is no longer shown, are left out. `calls` have been recorded
+    in all, or a few more since the header was copied.
     """
     number, found = TABLES["records"].number, []
     commits = _COMMITS.unpack_from(copy, TABLES["records"].offset)

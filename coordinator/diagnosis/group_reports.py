@@ -29,7 +29,7 @@ class CallReport(msgspec.Struct, frozen=True):
         median_wait_below_s: Half of the waits were shorter; None if that is longer than the page's histogram tells.
         p99_wait_below_s: 99 in 100 were shorter; None likewise.
         last: Calls to which the rank came last.
-        late_s: In these, how long after the one before, in all.
+        late_s: By how much it was later than the last but one rank in these calls, in all.
     """
 
     plane: str

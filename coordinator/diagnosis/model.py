@@ -16,9 +16,9 @@ class Counters(msgspec.Struct, frozen=True):
         calls: How many have ended.
         errors: How many of these with an error.
         nbytes: Bytes that this rank brought.
-        waited_ns: Waited for the last rank to come.
+        waited_ns: How long this rank waited for the last rank to come, in all.
         last: Calls to which this rank came last.
-        late_ns: In these, how long after the one before.
+        late_ns: By how much it was later than the last but one rank in these calls, in all.
         sleeps: How often it slept.
         polled_ns: Polled in waits of more than some microseconds.
         waits: Histogram of the waits; bucket i is below `layout.FIRST_BUCKET_NS * 2**i` ns, the last has no limit.
@@ -140,8 +140,8 @@ class Record(msgspec.Struct, frozen=True):
         begin_ns: When this rank came, on CLOCK_MONOTONIC.
         end_ns: When it ended here.
         last: Place of the rank that came last; None if that is not known.
-        waited_ns: How long this rank waited for that one.
-        late_ns: How long that one came after the one before.
+        waited_ns: How long this rank waited for the last one.
+        late_ns: By how much the last rank was later than the last but one.
         outcome: "done", "failed" or "disagreed".
     """
 

@@ -1,8 +1,8 @@
-"""Copy the status page of another process as often as is wanted, whatever becomes of its memory.
+"""Copy the status page of another process repeatedly, whatever happens to the memory or file that holds it.
 
-A page in a memfd is sealed, and stays mapped. One in a file of a record directory has no seal: its user, who may be
-another one where root looks, can make the file shorter, and an access to a mapping would then end this process with
-SIGBUS. Such a page is read.
+A page in a memfd is sealed, and stays mapped. A page in a file of a record directory has no seal: its owner,
+who may be another user if root looks, can truncate the file, and an access to a mapping would then end this
+process with SIGBUS. So such a page is read, not mapped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shm_broadcast.status.record_file import is_page
 
 __all__ = ["PageMemory", "copy_of_file"]
 
-# As the native core: a process that is killed while it writes a record leaves it torn for ever.
+# As in the native core. A process that is killed while it writes a record leaves it torn for ever.
 _TRIES: Final = 1000
 _MAGIC_BYTES: Final = 8
 
@@ -127,7 +127,7 @@ def _part(table: str, pieces: int = 1) -> _Part:
     return _Part(found.offset, nbytes, number, numbers, is_call)
 
 
-# What a lane is and what it does have a number each.
+# A lane has two numbers: one for what it is, one for what it does.
 _PARTS: Final = (_part("groups"), _part("queues"), _part("lanes", 2), _part("counters"), _part("records"))
 
 

@@ -44,7 +44,7 @@ class Process(msgspec.Struct, frozen=True):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether only its entry is left, for which its parent has not asked."""
+        """Return whether it is a zombie: only its entry is left, until its parent waits for it."""
         return self.state in _DEAD
 
     @property

@@ -176,7 +176,7 @@ def _checked(identity: bytes, room: int) -> int:
 
 
 def decode_ring(first: bytes, second: bytes, room: int) -> Ring:
-    """Return what two copies of a ring's words say, the second of which was made behind the first.
+    """Return what two copies of a ring's words say, of which the second was made after the first.
 
     Args:
         first: From the beginning of the ring to the end of its readers' lines.

@@ -21,7 +21,7 @@ __all__ = [
 # Shared memory says which of its ways it took for a sum.
 _SHARED: Final = frozenset({"shared memory", *ALGORITHMS.values()})
 
-# Calls of tensors between hosts, of which those of one host meet in its memory and leaders over TCP.
+# Calls of tensors between hosts: the ranks of a host meet in its memory, the hosts' leaders over TCP.
 TWO_LEVELS: Final = "two levels"
 
 
@@ -33,8 +33,8 @@ class GroupKey(NamedTuple):
         epoch: How often its members have changed.
         world_size: Its members.
         ranks: The first 256 of them.
-        later: How many groups with these values the process has made since: who leaves a world and joins it again has
-            groups of the same names.
+        later: How many groups with these values the process has made since. A process that leaves a world and
+            joins it again makes groups with the same names.
     """
 
     name: str
@@ -69,9 +69,9 @@ class PageGroups:
 
 
 def ambiguous_groups(pages: Sequence[Page]) -> dict[GroupKey, tuple[int, int]]:
-    """Return the groups of which two pages claim one place, as those of two jobs do, with the pids of two such pages.
+    """Return groups in which two pages claim one place, as those of two jobs do, with the pids of two such.
 
-    Which of their calls belong together cannot be told.
+    It cannot be told which calls of such a group belong together.
     """
     seen: dict[tuple[GroupKey, int], int] = {}
     found: dict[GroupKey, tuple[int, int]] = {}
@@ -89,14 +89,14 @@ def is_shared(algorithm: str) -> bool:
 
 
 def lets_all_meet(algorithm: str, call: str) -> bool:
-    """Return whether no rank leaves the call before all have come, though one of them has all the data.
+    """Return whether no rank leaves the call before all have come, even if one rank alone has the data.
 
-    Between hosts a broadcast is one of their leaders, who tell each other of it first. What leaders do not carry, such
-    as a scatter, they leave to a process group.
+    Between hosts a broadcast is made by the hosts' leaders, which first tell each other of it. What leaders
+    do not carry, such as a scatter, goes through a process group.
     """
     return is_shared(algorithm) or (algorithm == TWO_LEVELS and call == "broadcast")
 
 
 def carrier_of(call: Lane | Record) -> str:
-    """Return what numbers the calls: shared memory and process groups do so apart, also in one plane."""
+    """Return what numbers the call: in one plane, shared memory and a process group count separately."""
     return "shared memory" if is_shared(call.algorithm) else call.algorithm

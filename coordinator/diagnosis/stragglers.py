@@ -1,16 +1,16 @@
 """Find ranks that are late all the time, by the difference of two looks at the counters.
 
-A rank is *late* by the time for which the last rank comes to a call after the one before it. In one window a rank is
+The last rank to come to a call is *late* by the time since the last but one came. In one window a rank is
 suspect in a plane of a group if
 
 * it came last to at least half of its calls there, of which there are at least 200,
 * by this it was late for at least a tenth of the window,
-* and the others do not show the same: it came last more often than chance lets one of equal ranks, by four standard
-  deviations (of two ranks whose work varies, each is last to about half of the calls), and it was late for at least a
-  tenth of the window more than any other rank.
+* and this is not so for the others too: by four standard deviations it came last more often than chance lets
+  one of equal ranks (of two ranks whose work varies, each is last to about half of the calls), and it was
+  late for at least a tenth of the window more than any other rank.
 
-Who is suspect in two windows one after the other is a straggler. Only shared memory knows who came last: calls over
-process groups and NCCL accuse nobody.
+A rank that is suspect in two consecutive windows is a straggler. Only shared memory knows which rank came
+last, so calls over process groups and NCCL accuse nobody.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class LaneCount(NamedTuple):
         calls: Calls that have ended.
         last: Those to which it came last.
         late_ns: By how much it was late in these.
-        job: In one look, equal for lanes with the same `LaneName.shared` if they are of one group.
+        job: Tells groups with the same `LaneName.shared` apart: in one look, equal for lanes of one group.
     """
 
     rank: int

@@ -57,8 +57,8 @@ class Trace(msgspec.Struct, frozen=True):
 
     Attributes:
         events: In the Trace Event Format, ordered by time behind those that name processes and tracks.
-        calls: How many calls are in it, and of these how many go on.
-        running: See `calls`.
+        calls: How many calls are in it.
+        running: How many of these calls go on.
         arrows: How many arrows lead from a last arriver.
         notes: What a reader must know: how well the clocks agree, what is missing.
     """
@@ -104,8 +104,8 @@ def make_trace(pages: Sequence[Page], now_ns: Mapping[int, int] | None = None) -
 
     Args:
         pages: What the processes say.
-        now_ns: Where pages are live: CLOCK_MONOTONIC when they were read, by the place of the page. Calls that go on
-            end then, or with the last thing that any page shows.
+        now_ns: For live pages, CLOCK_MONOTONIC at the time when they were read, by the index of the page.
+            Calls that go on are shown to end then, or else with the last thing that any page shows.
     """
     alignment = align(pages)
     calls = list(_ended(pages, alignment))

@@ -11,7 +11,7 @@ __all__ = ["break_groups", "call_back"]
 
 
 def call_back(callbacks: Sequence[Callable[[], object]], healths: Sequence[GroupHealth]) -> None:
-    """Call `callbacks` in order. What one raises breaks the new groups: the others may wait in its calls.
+    """Call `callbacks` in order. An error in one breaks the new groups, as other ranks may wait in its calls.
 
     Args:
         callbacks: Equal on all ranks, as they may make collective calls of the new groups.
@@ -29,7 +29,7 @@ def call_back(callbacks: Sequence[Callable[[], object]], healths: Sequence[Group
 
 
 def break_groups(error: BaseException, healths: Sequence[GroupHealth], call: str) -> None:
-    """Break all groups of an epoch that `error` has kept from a caller: the others may wait in their calls."""
+    """Break all groups of an epoch that `error` has kept from a caller, as other ranks may wait in them."""
     if not any(health.is_broken for health in healths):
         healths[0].fail(error, call)
     revoke(healths)

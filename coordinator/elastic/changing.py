@@ -24,9 +24,9 @@ __all__ = ["ChangingGroups"]
 class ChangingGroups(ABC):
     """All groups of a world whose members may change; a part of `ParallelGroups`."""
 
-    # What `on_rebuild` was told.
+    # The callbacks that were registered by `on_rebuild`.
     _callbacks: list[Callable[[Any], object]]
-    # The groups that have followed these, or may have, while an error or an interrupt has kept them from the caller.
+    # Groups that have, or may have, followed these, and that an error or interrupt kept from the caller.
     _unreturned: list[Self]
 
     def rebuild(
@@ -46,7 +46,7 @@ class ChangingGroups(ABC):
         and its groups, the world group too, are destroyed once all have confirmed.
 
         Members keep the order of their ranks, which are numbered anew without gaps. torch.distributed's own world stays
-        as it was, with the lost ranks: the new groups are none of its groups, as those of `create_stateless_group`.
+        as it was, with the lost ranks: the new groups are not in it, like those of `create_stateless_group`.
 
         Args:
             layout: Chooses the new layout and the ranks that go on; a pure function, see `LayoutRule`. The default goes
@@ -109,13 +109,13 @@ class ChangingGroups(ABC):
         two changes at once. `Plan.commit` then takes no longer than an agreement.
 
         Args:
-            leave: Ranks that leave, with the default rule whole replicas of the model. Equal on all ranks.
+            leave: Ranks that leave; with the default rule, whole replicas of the model. Equal on all ranks.
             join: How many processes join, the first of those that wait. They form whole replicas, behind the others or
                 in the places of members that were lost. Equal on all ranks: let one rank ask `pending_members` and send
                 the others what it has found.
-            layout: Chooses the layout of the ranks that stay, to which the replicas are added that the processes form;
-                a pure function, see `LayoutRule`. It must have a place for each rank that is not in `leave`. A rule of
-                your own is a change even if nobody leaves or joins.
+            layout: Chooses the layout of the ranks that stay, to which the replicas of the joining processes
+                are added; a pure function, see `LayoutRule`. It must have a place for each rank that is not
+                in `leave`. A rule of your own is a change even if nobody leaves or joins.
             progress: See `rebuild`.
             timeout_s: See `rebuild`.
 
@@ -163,12 +163,13 @@ class ChangingGroups(ABC):
         return len(joiners.pending(line, staying, "pending_members", timeout_s))
 
     def on_rebuild(self, callback: Callable[[Self], object]) -> None:
-        """Call `callback` with the new groups behind each `rebuild` and `commit` from now on, also of later groups.
+        """Call `callback` with the new groups after every later `rebuild` and `commit`, also of later groups.
 
-        For what belongs to an epoch and must be made anew, such as CUDA graphs. The callbacks run before `rebuild` or
-        `commit` returns, in the order in which they were registered; each may make collective calls of the new groups.
-        Register equal ones in equal order on all ranks: ranks with different numbers of callbacks refuse the change. A
-        process that joins passes its own to `join_distributed_environment`; a rank that leaves calls none.
+        Use it for what belongs to one epoch and must be made anew, such as CUDA graphs. The callbacks run
+        before `rebuild` or `commit` returns, in the order in which they were registered; each may make
+        collective calls of the new groups. Register equal ones in equal order on all ranks: ranks with
+        different numbers of callbacks refuse the change. A process that joins passes its own to
+        `join_distributed_environment`; a rank that leaves calls none.
 
         What a callback raises breaks the new groups on all ranks, and `rebuild` or `commit` raises it. Then call
         `rebuild` of this record once more: it goes on from the new groups, and the callbacks run again. `destroy` of
@@ -177,14 +178,14 @@ class ChangingGroups(ABC):
         self._callbacks.append(callback)
 
     def _go_over(self, groups: Self) -> None:
-        """Let `groups` have the callbacks of these, and call them."""
+        """Give `groups` the callbacks of these groups, and call the callbacks."""
         groups._callbacks[:] = self._callbacks
         self._unreturned[:] = [groups]
         groups._call_back()
         self._unreturned.clear()
 
     def _followed(self, call: str, timeout_s: float) -> Self | None:
-        """Return the groups of the next epoch if it has begun though nobody has got them; else destroy them."""
+        """Return groups that were kept from the caller if their epoch has begun; otherwise destroy them."""
         if not self._unreturned:
             return None
         later: Self = self._unreturned[0]
@@ -192,7 +193,7 @@ class ChangingGroups(ABC):
         if has_begun(own.line(), world.epoch, call, timeout_s):
             later._callbacks[:] = self._callbacks
             if not all(health.is_closed for health in self._healths()):
-                # A planned change was decided behind the interrupt of a commit: nobody has ended these groups.
+                # A commit was interrupted before its change was decided: nobody has ended these groups.
                 world.take_over(own.hand_over())
                 self._ending().follow(own.epoch, world.epoch)
                 self._destroy_all()
@@ -204,7 +205,7 @@ class ChangingGroups(ABC):
         return None
 
     def _give_up(self, error: BaseException) -> None:
-        """Break the groups that `error` has kept from the caller: if their epoch has begun, the others wait in them."""
+        """Break the groups that `error` kept from the caller: if their epoch began, others wait in them."""
         for groups in self._unreturned:
             break_groups(error, groups._healths(), "a change of members")  # noqa: SLF001 - ours
 
@@ -226,11 +227,11 @@ class ChangingGroups(ABC):
 
     @abstractmethod
     def _healths(self) -> list[GroupHealth]:
-        """Return whether the groups can be used, for all that `_destroy_all` destroys."""
+        """Return the health of each group that `_destroy_all` destroys."""
 
     @abstractmethod
     def _ending(self) -> Ending:
-        """Return how the groups end that `_destroy_all` destroys, in that order, which is equal on all ranks."""
+        """Return the `Ending` of what `_destroy_all` destroys, in its order, which is equal on all ranks."""
 
     @abstractmethod
     def _create_again(
@@ -240,4 +241,4 @@ class ChangingGroups(ABC):
 
     @abstractmethod
     def _destroy_all(self) -> None:
-        """Destroy the groups, and the world group also if `destroy` leaves it alone. Idempotent."""
+        """Destroy the groups, including the world group, even if `destroy` would keep it. Idempotent."""

@@ -39,8 +39,8 @@ from shm_broadcast.errors import (
 
 __all__ = ["Actions", "Deadlines", "Driver", "ask"]
 
-# Errors of a creation that follow from members that are gone or silent, or may do so: another attempt goes on without
-# them. Those of libraries too: their connections break some time before a process is known to have ended.
+# Errors of a creation that follow, or may follow, from members that are gone or silent: another attempt goes
+# on without these. Connections of libraries (`NativeError`) break before a process is known to have ended.
 _OTHERS: Final = (PeerLostError, CommTimeoutError, GroupBrokenError, NativeError)
 
 
@@ -91,7 +91,7 @@ class Driver:
         """Ask nothing yet.
 
         Args:
-            store: Whose keys are used by the agreements of one line of epochs only.
+            store: A store whose keys only the agreements of one line of epochs use.
             me: This member.
             actions: What else is to be done.
             deadlines: Equal on all ranks.
@@ -111,7 +111,7 @@ class Driver:
     def run(self, steps: Steps) -> Any:
         """Go through one of the programs of `protocol`; return what it returns.
 
-        Whatever interrupts it, the program is told, and tells the others.
+        An exception that interrupts this is thrown into the program, which then tells the other members.
 
         Raises:
             CommTimeoutError: The store does not answer.
@@ -120,7 +120,7 @@ class Driver:
         try:
             return self._follow(steps, partial(steps.send, None))
         except BaseException as error:
-            # A program that has ended raises it at once.
+            # A program that has already ended raises the error again at once.
             self._follow(steps, partial(steps.throw, error))
             raise
 

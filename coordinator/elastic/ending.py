@@ -1,4 +1,4 @@
-"""The end of the last epoch's groups: what its ranks do together, before what their devices share is freed.
+"""How the last epoch's groups end: what its ranks do together before memory that devices share is freed.
 
 See *The end of an epoch* in `device_comm/DESIGN.md`.
 """
@@ -21,7 +21,7 @@ __all__ = ["NOTHING", "TELL_S", "Ending", "Meeting", "ending_of"]
 _OK: Final = "ok"
 
 TELL_S: Final = 0.15
-"""How long a rank that is interrupted tries to tell the others: Ctrl-C must interrupt soon."""
+"""How long an interrupted rank tries to tell the others, in seconds: Ctrl-C must take effect soon."""
 
 
 class Ending(NamedTuple):
@@ -48,7 +48,7 @@ def _nothing(*_: object) -> None:
 
 
 NOTHING: Final = Ending(_nothing, _nothing, _nothing, _nothing, _nothing)
-"""That of a process that joins: it has no groups of the last epoch."""
+"""The `Ending` of a process that joins, which has no groups of the last epoch."""
 
 
 def ending_of(
@@ -56,7 +56,7 @@ def ending_of(
     guards: Sequence[CaptureGuard],
     destroy: Callable[[], None],
 ) -> Ending:
-    """Return how groups end that have these parts; NCCL is finalized in this order, which is equal on all ranks."""
+    """Return the `Ending` of groups with these parts; NCCL ends in their order, which all ranks share."""
 
     def check() -> None:
         for each in communicators:
@@ -102,7 +102,7 @@ class Meeting:
         self._where = where
 
     def come(self, ranks: Mapping[int, int], timeout_s: float) -> None:
-        """Wait until the members have come, whose ranks `ranks` has by member.
+        """Wait until all members in `ranks`, which maps each member to its rank, have come.
 
         Raises:
             GroupBrokenError: A member cannot come, with its reason.
@@ -134,7 +134,10 @@ class Meeting:
             time.sleep(pause_after(time.monotonic() - began))
 
     def refuse(self, reason: str, timeout_s: float) -> None:
-        """Tell the others, which do not wait then, why this member does not come. Raises as `come` for the store."""
+        """Tell the others why this member does not come, so that they stop waiting for it.
+
+        Raises for the store as `come` does.
+        """
         self._say(reason, timeout_s)
 
     def _say(self, what: str, timeout_s: float) -> None:
@@ -149,7 +152,7 @@ class Meeting:
                 if member in found or not self._store.check([key]):
                     continue
                 said = self._store.get(key).decode()
-                # In a planned change all have made their groups before, and are not at rest for that.
+                # An "ok" below `made` is no rest: in a planned change all members have written it before.
                 if step == "rest" or said != _OK:
                     found[member] = said
         return found

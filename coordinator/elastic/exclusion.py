@@ -1,4 +1,4 @@
-"""Ask whether the other ranks have gone on without this one: what a call says that fails in groups of an old epoch."""
+"""When a call fails in a group of an old epoch, find out whether the others went on without this rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shm_broadcast.errors import CommTimeoutError, ExcludedError, NativeError
 
 __all__ = ["exclusion_in"]
 
-# A call fails this much later at most if the store does not answer.
+# If the store does not answer, the error of the failed call is delayed by this long at most.
 _ANSWER_S: Final = 0.5
 
 

@@ -1,4 +1,4 @@
-"""Processes that wait to join: how they are numbered, who of them still waits, and whose place is free."""
+"""Processes that wait to join: how they are numbered, which of them still wait, and whose place is free."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pending(line: Line, staying: Collection[int], where: str, timeout_s: float) 
 
 def _place_of(store: dist.Store, member: int) -> int | None:
     """Return the place of a process that waits; None if it does not."""
-    # Who was invited takes part in one change. If that is given up, it joins anew, as another member.
+    # An invited process takes part in that change only. If this is given up, it joins anew as another member.
     if store.check([f"invited/{member}"]) or store.check([f"refused/{member}"]):
         return None
     if not store.check([f"joining/{member}"]):

@@ -32,32 +32,34 @@ def join_distributed_environment(
 ) -> ParallelGroups:
     """Wait until the ranks that serve take this process in, and return its groups.
 
-    Call it once the process is ready to serve, with its weights loaded: from the commit on the others count on it. The
-    ranks that serve find it by `ParallelGroups.pending_members`, and take it in by `prepare` and `commit`. torch's own
-    world is neither needed nor made.
+    Call it once the process is ready to serve, with its weights loaded: after the commit the others rely on
+    it. The ranks that serve see it in `ParallelGroups.pending_members`, and take it in by `prepare` and
+    `commit`. torch's own world is neither needed nor made.
 
     Args:
         store: The store of the world that was started with `elastic=True`: `file:///DIRECTORY`, or the store from which
             torch.distributed was initialised there. With `env://` and the store of torchrun's agent the keys of each
             world have a prefix: pass `PrefixStore(f"{run_id}/{restarts}/{worlds}", store)`, where `store` is connected
             to the workers' `MASTER_ADDR` and `MASTER_PORT`, `run_id` and `restarts` are their `TORCHELASTIC_RUN_ID` and
-            `TORCHELASTIC_RESTART_COUNT`, and `worlds` is how many worlds each of them has begun to join before it.
+            `TORCHELASTIC_RESTART_COUNT`, and `worlds` is how many worlds each of them had begun to join
+            before this one.
         replaces: The member whose place this process takes among the ranks: its number in `Change.places`, which is the
             rank with which it was started. The place is free once that member is lost or leaves; until then the process
             waits. None puts it behind all ranks.
         local_rank: Index of this process's device on its host; None takes the current device.
         settings: Settings of the groups, equal to those of the others; default: read from the environment.
         timeout_s: How long to wait for each step, in seconds.
-        on_rebuild: Callbacks that get the groups, now and later: those that the others have registered, in their order.
-            See `ParallelGroups.on_rebuild`. They are where graphs are captured, together with the others.
+        on_rebuild: Callbacks that get the groups now and after later changes: the same ones, in the same
+            order, as the other ranks have registered. See `ParallelGroups.on_rebuild`. Graphs are captured in
+            them, on all ranks together.
 
     Returns:
-        The groups; `change` says what has changed. The rank is one of the last, or follows from the place.
+        The groups; `change` says what has changed. The process has one of the last ranks, or its place's.
 
     Raises:
         CommTimeoutError: Nobody has taken it in, or the store does not answer.
         DisagreementError: The change was given up after all. The process may call this again.
-        UsageError: `store` is none, or no run goes on there; or there never was a member `replaces`.
+        UsageError: `store` is no such URL, or no run goes on there; or there never was a member `replaces`.
         SettingsError: The environment has a setting that is unknown or malformed.
         NativeError: The store is gone.
         Others: What a callback has raised. The groups are destroyed, and the others find this process gone.

@@ -26,14 +26,14 @@ class Placement(NamedTuple):
 
 LayoutRule: TypeAlias = Callable[[ParallelLayout, Collection[int]], Placement]
 """(old layout, old ranks that are left) -> `Placement`. It must be pure: every rank computes it by itself. If only the
-ranks that it has chosen are left, it must choose all of them, in the same order, and the same layout."""
+ranks that it has chosen are left, it must choose them all, in the same order, for the same layout."""
 
 
 def drop_replicas(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
     """Go on with the replicas of the model that have lost no rank, in their order. A shard of a model cannot shrink.
 
-    Experts are spread over the ranks that are left as before if their number divides these, else over all of them; a
-    model that was sharded over several replicas (`shard`) is sharded over all that are left.
+    `layout.expert` and `layout.shard` stay where they still divide the ranks of a stage and the number of
+    replicas. Otherwise experts are spread over all ranks of a stage, the model is sharded over all replicas.
 
     Args:
         layout: The old layout.
@@ -62,10 +62,10 @@ def drop_replicas(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
 
 
 def grown(layout: ParallelLayout, joined: int) -> ParallelLayout:
-    """Return the layout with replicas more that `joined` new ranks form, behind the others.
+    """Return the layout with additional replicas, formed by `joined` new ranks, after the present ones.
 
     Raises:
-        UsageError: They are no whole number of replicas, or there are independent sets of replicas.
+        UsageError: The new ranks form no whole number of replicas, or there are independent sets of replicas.
     """
     if not joined:
         return layout
@@ -85,8 +85,8 @@ def merged(kept: Sequence[int], joined: Sequence[int]) -> tuple[int, ...]:
     """Return the places of the next epoch, in the order of its ranks.
 
     Args:
-        kept: Those of the ranks that go on, in their order, which stays.
-        joined: Those of the ranks that join, each of which comes before the first of `kept` that is larger.
+        kept: The places of the ranks that go on, in their order, which stays.
+        joined: The places of the ranks that join; each comes before the first place in `kept` that is larger.
     """
     places = list(kept)
     for place in sorted(joined):

@@ -42,8 +42,8 @@ class Change(msgspec.Struct, frozen=True):
         old_to_new: The new rank of each old rank that goes on.
         progress: What each new rank has passed as `progress`.
         places: The place of each new rank, a number that stays with its member: its rank in the first epoch, that of
-            the member that it replaces, or a larger one for a process that has joined behind all. What is missing
-            here of the ranks of the first epoch can be replaced; see `join_distributed_environment`.
+            the member that it replaces, or a larger one for a process that has joined behind all. Ranks of
+            the first epoch that are missing here can be replaced; see `join_distributed_environment`.
     """
 
     epoch: int
@@ -201,7 +201,7 @@ class Part(Generic[Groups]):
         self._pending = pending
         self._joins = joins
         self._old = old
-        # Set while neither the groups of the last epoch nor those of the next one let go of the store.
+        # Lets go of the store; set while neither the groups of the last epoch nor those of the next one do.
         self._leave_store = leave_store
         self._unreturned: list[Groups] = [] if unreturned is None else unreturned
         self._joining: PeerWatch | None = None
@@ -273,7 +273,7 @@ class Part(Generic[Groups]):
         members = chosen.members
         settings = {rank: said[member].settings for rank, member in enumerate(members)}
         facts = {note.rank: note.facts for note in said.values() if note.rank is not None}
-        # Those who leave do not count: they make no groups.
+        # The settings of members that leave are not compared: they create no groups.
         if any(each != settings[0] for each in settings.values()):
             return f"new ranks disagree: {'; '.join(differences(settings))}"
         if any(each != next(iter(facts.values())) for each in facts.values()):
@@ -316,7 +316,7 @@ class Part(Generic[Groups]):
         raise UsageError("nobody of the last epoch goes on")
 
     def tear_down(self) -> None:
-        """Let nothing of the last epoch run any more; `build` destroys its groups, once all members have come so far.
+        """Stop all work of the last epoch; `build` destroys its groups once all members have come that far.
 
         If the device does not allow that, `build` raises the error, and this process takes part in no further attempt.
         """
@@ -350,10 +350,10 @@ class Part(Generic[Groups]):
         return f"the end of epoch {self.line.epoch}"
 
     def finish(self, number: int) -> None:
-        """End the groups of the last epoch behind the commit of a planned change, with all of its members.
+        """End the groups of the last epoch after the commit of a planned change, with all of its members.
 
-        The change is decided: the new groups find whoever is lost meanwhile. Then, and where the device has other work
-        for long, the memory is freed as that of groups which end alone.
+        The change is decided, so the new groups find a member that is lost meanwhile. In that case, and if
+        the device stays busy with other work, the memory is freed as that of groups which a rank ends alone.
 
         Raises:
             CudaError: The device has failed: this process cannot go on.
@@ -385,7 +385,7 @@ class Part(Generic[Groups]):
             logger.warning("the others wait for this rank: %s", error, extra=fields)
 
     def build(self, number: int, members: tuple[int, ...]) -> None:
-        """Create the groups of these members, behind the end of the last ones if they were torn down."""
+        """Create the groups of these members; if the last groups were torn down, destroy those before."""
         if self.unfit is not None:
             raise self.unfit
         if self._is_at_rest:
@@ -405,10 +405,10 @@ class Part(Generic[Groups]):
             self.keep()
 
     def keep(self) -> None:
-        """Let the record of the last epoch have what `build` has made, before the others count on it.
+        """Put what `build` has made into the record of the last epoch, before the others rely on it.
 
-        If this process is interrupted, they may go on with these groups. It goes on from them then, as from groups that
-        a callback has not returned.
+        If this process is interrupted, the others may go on with these groups. Its next `rebuild` then goes
+        on from them too, as after an error in a callback.
         """
         if self._made is not None:
             self._unreturned[:] = [self._made]
@@ -465,7 +465,7 @@ class Part(Generic[Groups]):
         self._forget_joining()
         if not any(each is self._made for each in self._unreturned):
             self.discard()
-        # Where no groups have followed those that were torn down, another try needs the store.
+        # If no groups have followed those that were torn down, another attempt needs the store.
         owner = self._old if self._made is None else self._world
         if self._old is not None and owner is not None and self._leave_store is not None:
             owner.take_over(self._leave_store)

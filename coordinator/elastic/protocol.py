@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 OK: Final = "ok"
-"""What a step that has succeeded is recorded as; everything else is the reason why it has not."""
+"""The value that records the success of a step; any other value is the reason why the step has failed."""
 
 LOST: Final = "lost "
 """Begins the reason of a step that ended because members are gone or silent: the next attempt goes on without them."""
@@ -57,7 +57,7 @@ LATE: Final = "late "
 
 
 _OVERTAKEN: Final = "the members have changed otherwise"
-"""The reason of a planned change that a member gives up in another call."""
+"""The reason for which a member gives a planned change up when it changes the members by another call."""
 
 
 class Put(msgspec.Struct, frozen=True):
@@ -136,7 +136,7 @@ class Judge(msgspec.Struct, frozen=True):
 
 
 class TearDown(msgspec.Struct, frozen=True):
-    """Destroy the groups of the last epoch."""
+    """Stop all work of the last epoch; `Build` destroys its groups."""
 
 
 class Build(msgspec.Struct, frozen=True):
@@ -202,9 +202,9 @@ class Excluded(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A member could not go on with the others, so nobody does, or could not create its groups.
+    """A member could not go on with the others, or could not create its groups, so nobody goes on.
 
-    The groups of the last epoch are as they were, unless they had been destroyed to create those.
+    The groups of the last epoch are as they were, unless a rebuild had destroyed them to create the new ones.
     """
 
     number: int
@@ -281,7 +281,8 @@ def agree_on_members(
             except GeneratorExit:
                 raise
             except BaseException as error:
-                # Whoever chooses this member all the same finds out at once. If it comes back before, it confirms.
+                # If this member is chosen all the same, the others find this at once, unless it comes back
+                # before and confirms.
                 yield Tell(_key(number, "confirm", me), _interrupted(me, error))
                 raise
             if isinstance(decided, Late):
@@ -298,7 +299,7 @@ def agree_on_members(
                     return ended
                 failure = ended
                 continue
-            # Who goes on without those that are lost takes no part in what others plan.
+            # A rebuild takes part in no planned change of others: it gives that up, unless it is complete.
             state = "failed" if decided is None else (yield from _overtake(number, decided))
         if state != "failed":
             if me in state.members:
@@ -325,7 +326,7 @@ def join(me: int, note: str) -> Steps:
     number, decided = invitation
     end = yield from _take_part(me, number, decided)
     if isinstance(end, Late):
-        # A member had given the attempt up, for one that is missing, before another one chose who takes part.
+        # One member gave the attempt up because members are missing, before another one chose the members.
         who = f"member(s) {_listed(end.missing)}" if end.missing else "all that are to join"
         return Refused(number, f"the change was given up: {who} did not come in time, or ended")
     if not isinstance(end, Prepared):
@@ -360,10 +361,10 @@ def _await_invitation(me: int, note: str) -> Steps:
 
 
 def _stop_waiting(me: int, reason: str, say: type[Put | Tell]) -> Steps:
-    """Let nobody choose this process any more; if somebody has, let that attempt fail.
+    """Keep this process from being chosen; if it has been chosen already, let that attempt fail.
 
-    Voters look for `refused` behind their `invited`, and this looks for `invited` behind its `refused`: one of them
-    sees the other.
+    Voters look for `refused` after they write `invited`, and this looks for `invited` after it writes
+    `refused`, so one of the two sees the other.
     """
     yield say(f"refused/{me}", reason)
     found = yield Get((f"invited/{me}",))
@@ -372,9 +373,9 @@ def _stop_waiting(me: int, reason: str, say: type[Put | Tell]) -> Steps:
 
 
 def settle(number: int) -> Steps:
-    """Return whether an attempt is complete in which this member has made its groups; if it is undecided, it fails.
+    """Return whether an attempt in which this member has made its groups is complete; an undecided one fails.
 
-    For a member that was interrupted behind `made`: it goes on from the epoch that the others know it to be in.
+    A member that was interrupted after it had made them must go on from the epoch that the others are in.
     """
     found = yield Get((_key(number, "members"),))
     decided = _decided_decoder.decode(found[_key(number, "members")])
@@ -419,7 +420,7 @@ def decided_without(me: int, epoch: int, known: Callable[[str], str | None]) -> 
         value = known(_key(number, "members"))
         go, result, decision = (known(_key(number, name)) for name in ("go", "result", "decision"))
         if any(each not in (None, OK) for each in (go, result, decision)):
-            continue  # this attempt has failed; what follows it may not have
+            continue  # this attempt has failed, but a later one may not have
         if value is None:
             return None
         decided = _decided_decoder.decode(value)
@@ -463,7 +464,8 @@ def _take_part(me: int, number: int, decided: _Decided) -> Steps:
     except GeneratorExit:
         raise
     except BaseException as error:
-        # What it has not said yet itself, the others find when they look for it; also where they come to rest (`made`).
+        # The others find this where they wait for what this member has not said yet; where they come to rest
+        # they look at `made` too.
         go, *others = _outcomes(number, decided)
         made = [_key(number, "made", me)] if me in decided.members else []
         for key in (_key(number, "confirm", me), go, *made, *others):
@@ -518,9 +520,9 @@ def _interrupted(me: int, error: BaseException) -> str:
 
 
 def _decide(me: int, number: int, electorate: tuple[int, ...], note: str, *, is_planned: bool) -> Steps:
-    """Return what the first who could decide has chosen; `Late` or `Refused` if there will be no decision.
+    """Return what the first member that could decide has chosen; `Late` or `Refused` without a decision.
 
-    None if that is so because others have planned a change and given it up: another attempt follows.
+    Return None if others had planned a change in this attempt and gave it up: another attempt follows.
     """
     told: frozenset[int] | None = None
     waited = 0
@@ -553,7 +555,7 @@ def _decide(me: int, number: int, electorate: tuple[int, ...], note: str, *, is_
                 value = yield Swap(_key(number, "members"), msgspec.json.encode(decided).decode())
                 return _decided_decoder.decode(value)
         if gone or (waited == 2 and is_planned):
-            # It is over for all: the next planned change is an attempt of its own.
+            # This ends the attempt for all members; the next planned change is another attempt.
             reason = LATE + msgspec.json.encode(gone or silent).decode()
             return _given_up(number, (yield Swap(_key(number, "go"), reason)))
         if waited == 2:
@@ -581,7 +583,8 @@ def _gather(number: int, what: str, outcome: str, members: tuple[int, ...]) -> S
         if _key(number, outcome) in found:
             return found[_key(number, outcome)]
         said = [found[key] for key in keys.values() if key in found]
-        # First what a member says of itself: that it is gone from a step is often what the others say then.
+        # A reason without `LOST` comes first: a member gives it for itself, and the others then often find
+        # only that this member is gone.
         reasons = sorted((each for each in said if each != OK), key=lambda each: each.startswith(LOST))
         reason = next(iter(reasons), OK if len(said) == len(members) else "")
         if not reason:

@@ -126,7 +126,7 @@ def rebuild(
 
 
 def has_begun(line: Line, number: int, call: str, timeout_s: float) -> bool:
-    """Return whether the epoch has begun for whose groups an interrupted call of this member has left; see `settle`.
+    """Return whether epoch `number`, whose groups an interrupted call has made, has begun; see `settle`.
 
     Raises:
         CommTimeoutError: The store does not answer.
@@ -135,7 +135,7 @@ def has_begun(line: Line, number: int, call: str, timeout_s: float) -> bool:
     where = f"{call} (member {line.me})"
     found: bool = ask(line.store, protocol.settle(number), where, timeout_s)
     if found:
-        # In a planned change the others wait for it before they free what it might use.
+        # In a planned change the others wait for this member before they free memory that it might still use.
         Meeting(line.store, number, line.me, tuple, where).refuse(
             f"member {line.me} was interrupted", timeout_s
         )
@@ -239,7 +239,7 @@ class Plan(Generic[Groups]):
         """Use `ParallelGroups.prepare`.
 
         `held` is closed once the change is decided. `then` gets the new groups; `give_up` breaks them if the commit is
-        interrupted behind the decision.
+        interrupted after the decision.
         """
         self._held = held
         self._give_up = give_up
@@ -283,12 +283,13 @@ class Plan(Generic[Groups]):
         Raises:
             DisagreementError: A rank has aborted the change or has ended; the groups of the last epoch serve on.
             UsageError: The change is over.
+            CommTimeoutError: The store does not answer.
             NativeError: The store is gone.
             CudaError: The change is made, but this rank cannot go on with its device. The others find it gone.
             Others: What a callback has raised; see `ParallelGroups.on_rebuild`. The change is made.
 
-        What interrupts it before the decision is raised, and it may be called again. Behind the decision the change is
-        made: then `rebuild` of the old record goes on from the new groups, as after the error of a callback.
+        If this is interrupted before the decision, it may be called again. After the decision the change is
+        made: `rebuild` of the old record then goes on from the new groups, as after an error in a callback.
         """
         line, end = self._old.world.line(), self._end
         if self._phase != "prepared":
@@ -327,6 +328,8 @@ class Plan(Generic[Groups]):
 
         Raises:
             UsageError: All members have committed before, or the change is over on this rank.
+            CommTimeoutError: The store does not answer.
+            NativeError: The store is gone.
         """
         if self._phase != "prepared":
             raise UsageError(f"abort: the change is {self._phase}")

@@ -1,4 +1,4 @@
-"""Revoke groups: who waits in one of them for a rank that has given them up comes to the agreement, too."""
+"""Revoke groups, so that ranks which wait in them for a rank that gave them up come to the agreement too."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["revoke"]
 def revoke(healths: Sequence[GroupHealth]) -> None:
     """Break those of a rank's groups that no failure has broken yet; their other ranks raise in their next calls.
 
-    A failure breaks the groups that have a call of the lost rank. A rank that shares another group with this one would
-    wait there for a rank that does not come any more. It gets the failure that this rank has found first; if this rank
-    has found none, `PeerLostError` with this rank as the one that has given the group up.
+    A failure breaks only the groups in which a call involves the lost rank. A rank that shares another group
+    with this one would wait there for this rank, which no longer comes. So it gets the first failure that
+    this rank has found or, if there is none, `PeerLostError` with this rank, which has given the group up.
     """
     known = next((health.failure_record for health in healths if health.failure_record is not None), None)
     for health in healths:

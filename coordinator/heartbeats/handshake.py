@@ -1,8 +1,9 @@
 """Open the connections of one rank: listen for partners with higher ranks, and connect to those with lower ones.
 
-Links for heartbeats are opened so, and the connections that carry the tensors of collectives. Who accepts sends a
-random challenge. Who connects answers with its rank and an HMAC of the challenge, keyed with the token that the other
-one has told the group, and gets an HMAC back. Everything happens on the caller's thread.
+Links for heartbeats are opened like this, and so are the connections that carry the tensors of collectives.
+The rank that accepts sends a random challenge. The rank that connects answers with its rank and an HMAC of
+the challenge, keyed with the token that the accepting rank has told the group, and gets an HMAC back. All of
+it runs on the caller's thread.
 """
 
 from __future__ import annotations

@@ -90,7 +90,10 @@ class Heartbeats:
             self._store_at.add(rank)
 
     def listen(self, watch: PeerWatch, ranks: Collection[int]) -> None:
-        """Report to `watch` which of `ranks` are lost or will be, until it is collected; it asks when it is asked."""
+        """Report to `watch` which of `ranks` are or will be lost, until it is collected.
+
+        Each query of `watch` looks at the links first.
+        """
         with self._lock:
             self._watches[watch] = frozenset(ranks)
             known = {rank: how for rank, how in self._lost.items() if rank in ranks}

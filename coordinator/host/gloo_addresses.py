@@ -20,7 +20,8 @@ class GatheredAddresses(dist.Store):
 
     Gloo publishes its address as `<prefix>/<rank>`, then asks for that of each rank in turn, `wait` and `get`: of n
     ranks each has 2 n + 1 operations, and the process that serves the store 2 n² + n. Whatever else is asked goes to
-    the store below. C++ looks for the methods in this half of the object, so whoever uses the group keeps it.
+    the store below. C++ looks for the methods in this Python half, so the user of the group must keep a
+    reference to it.
     """
 
     def __init__(

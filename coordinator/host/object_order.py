@@ -87,9 +87,10 @@ class ObjectOrder:
     def make(self, tell: Callable[[ObjectCall, str], None], act: Callable[[ObjectCall], Result]) -> Result:
         """Return `act(call)`, which makes a call; if it is refused, drop what comes for it and `tell` the others why.
 
-        Behind the end of `act` nothing is called, so that no signal handler drops the result. What one raises before
-        the call has begun leaves it uncounted, and later breaks the group: what has come for this call would be missing
-        in it or meet the next one, and what was sent cannot be taken back.
+        No function is called after `act` returns, so that no signal handler can lose the result. If a handler
+        raises before the call has begun, the call is not counted. If it raises later, the group breaks:
+        messages that have come for this call would be missing in it or meet the next one, and what was sent
+        cannot be taken back.
         """
         call, operation = ObjectCall(self), Operation("host", self._name, 0)
         try:
@@ -139,7 +140,7 @@ class ObjectOrder:
 
         Raises:
             DisagreementError: One of them has refused the call, or made another one. The next call works.
-            DecodeError: A message is none. All of this call have been received; the next call works.
+            DecodeError: A message is malformed. All messages of this call were received; the next call works.
         """
         call.begin()
         number = call.number

@@ -28,8 +28,8 @@ class OpenSends:
     def keep(self, handle: Handle) -> None:
         """Hold a handle, and the memory that it owns, until the send is complete.
 
-        Raises what an older send has found, if that has broken the group. If it only lacks a thread, its handle says
-        so, and this send, which is on its way, is not concerned.
+        Raises the error of an older send if that has broken the group. If an older send only lacks a thread,
+        its own handle says so: this send is on its way and not affected.
         """
         if isinstance(handle, CompletedHandle):
             return

@@ -18,7 +18,8 @@ from shm_broadcast._core import NOTHING
 from shm_broadcast.errors import ClosedError, DecodeError, DisagreementError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 
-# The bit of a queue's tag that marks the reason for which the writer refused its call; the others count modulo 2^31.
+# The bit of a queue's tag that marks a message as the writer's reason for refusing its call. The other bits
+# are a count modulo 2^31.
 _REFUSED: Final = 1 << 31
 _COUNT: Final = _REFUSED - 1
 
@@ -41,7 +42,7 @@ class BroadcastOrder:
         self._end: Any = None
         self._writer = -1
         self._is_writer = False
-        # Calls of this rank that took no message of the queue, less messages of it that no call took.
+        # How many of this rank's calls took no message of the queue, minus how many messages no call took.
         self._beside = 0
         # A message of a call up to this number belongs to a call that has failed on this rank, and is dropped.
         self._failed = 0
@@ -52,9 +53,9 @@ class BroadcastOrder:
         self.tag: int = 0
 
     def adopt(self, end: Any, writer: int, *, is_writer: bool) -> None:
-        """Count the messages of a queue on one host, by its native endpoint; with None only what goes beside.
+        """Count the messages of a queue on one host by its native endpoint `end`.
 
-        `writer` is the queue's, by rank in the group.
+        With None only calls that use no queue are counted. `writer` is the writer's rank in the group.
         """
         self._end, self._writer, self._is_writer = end, writer, is_writer
         self._failed = 0
@@ -83,9 +84,10 @@ class BroadcastOrder:
     # ------------------------------------------------------------------ through the queue
 
     def sort(self) -> None:
-        """Look at a message of the queue whose tag is not `tag`, and which nobody has taken.
+        """Decide what to do with a message of the queue whose tag is not `tag`, and which nobody has taken.
 
-        Returns if it was dropped, because its call has failed on this rank before; the next one is to be awaited.
+        If the message belongs to a call that has already failed on this rank, this drops it and returns; the
+        caller then waits for the next message.
 
         Raises:
             DisagreementError: It belongs to another call, or its writer refused the call. The next call works.
@@ -108,7 +110,7 @@ class BroadcastOrder:
             if reason is NOTHING:
                 # Another thread has taken it.
                 return
-            # Put back at once: what a signal handler raises before the end leaves it.
+            # Put it back at once, so that it stays there if a signal handler raises before the last step.
             self._end.message = reason
         failure = self._failure(number, its, self._writer, reason)
         self._settle(0, failed=number, takes=True)
@@ -127,7 +129,7 @@ class BroadcastOrder:
     # ------------------------------------------------------------------ over the host plane
 
     def send(self, obj: object, send: Send) -> None:
-        """Broadcast `obj` with its number; or the reason why it cannot be, which this raises."""
+        """Broadcast `obj` with its number; if it cannot be sent, broadcast the reason and raise it."""
         self._counted(lambda number: self._send(obj, number, send))
 
     def _send(self, obj: object, number: int, send: Send) -> None:
@@ -136,7 +138,7 @@ class BroadcastOrder:
         except UsageError as refused:
             if raised_by_handler(refused):
                 raise
-            # The text is to name a place in `obj`, and not in the message.
+            # Encode `obj` alone, so that the error names a place in `obj`, not in the message around it.
             error = refusal_of(obj)
             if error is None:
                 raise
@@ -162,12 +164,13 @@ class BroadcastOrder:
     def receive(self, src: int, receive: Receive, type_: Any = None) -> Any:
         """Return the object that rank `src` broadcasts in this call, as `type_` unless that is None.
 
-        A message is kept here from its arrival on. It goes, and the call counts, in statements that call nothing: what
-        a signal handler raises leaves both as they were.
+        A message is kept here from its arrival on. It is removed, and the call is counted, in statements that
+        call no function, so that an exception from a signal handler leaves both as they were.
 
         Raises:
-            DisagreementError: Its next message belongs to another call, or it refused the call. The next call works.
-            DecodeError: The message is none, or no `type_`. The next call works.
+            DisagreementError: The next message of rank `src` belongs to another call, or `src` refused the
+                call. The next call works.
+            DecodeError: What came is no message, or no `type_`. The next call works.
         """
         number, kept = self._number() + 1, self._kept
         where, rank = self._health.where(self.name), self._health.ranks[src]
@@ -183,7 +186,8 @@ class BroadcastOrder:
                     return value
             except DecodeError as error:
                 if not raised_by_handler(error):
-                    # The message of this call may still come, from this rank or, if they named others, from another.
+                    # This call has failed here, but its message may still come: from `src` or, if ranks named
+                    # different sources, from another rank. It will be dropped then.
                     self._settle(1, failed=number, drops=src)
                 raise
             if its < number and its <= self._failed:
@@ -195,9 +199,9 @@ class BroadcastOrder:
             raise failure
 
     def _settle(self, calls: int, *, failed: int = 0, drops: int | None = None, takes: bool = False) -> None:
-        """Count `calls`; drop the message that is kept from rank `drops`, or with `takes` that of the queue.
+        """Count `calls`; drop the message kept from rank `drops`, or with `takes` the queue's message.
 
-        Calls nothing, so that a signal handler runs before all of this or behind it.
+        This calls no function, so that a signal handler can run only before or after all of it.
         """
         if takes:
             _ = self._end.message

@@ -55,7 +55,7 @@ class QueueKeys(msgspec.Struct, frozen=True):
 
     Attributes:
         public: Its public key for each such queue, by the writer's rank in the group.
-        failure: Why it has none.
+        failure: Why this rank has no keys; empty if it has them.
     """
 
     public: dict[int, bytes]
@@ -299,7 +299,7 @@ class GroupQueues:
         return (b"", f"{where}: queue {handle.name!r} {stale}") if stale else (external.digest(), "")
 
     def _stale(self, digest: bytes) -> str:
-        """Return why a queue is none for the ranks of this epoch; empty if it is."""
+        """Return why the ranks of this epoch cannot use a queue; an empty text if they can."""
         if self._epochs is None:
             return ""
         own = self._epochs.epoch

@@ -10,7 +10,7 @@ from device_comm.health import EXPLAIN_S, FAILURE_IDLE_EVERY_S, GroupHealth, Ope
 from shm_broadcast.errors import PeerLostError
 from shm_broadcast.reports.log_fields import LogFields
 
-# An event loop would stand still meanwhile.
+# Calls that never wait here: they are made from event loops, which would stand still meanwhile.
 _NEVER_WAIT: Final = ("adequeue", "try_dequeue")
 
 
@@ -22,7 +22,8 @@ class GroupQueueGuard:
 
         Args:
             health: The group's shared state.
-            has_own_writer: Whether the writer is a rank of the group. The death of another one leaves the group usable.
+            has_own_writer: Whether the writer is a rank of the group. The death of a writer outside of the
+                group leaves the group usable.
         """
         self._health = health
         self._has_own_writer = has_own_writer
@@ -42,9 +43,10 @@ class GroupQueueGuard:
             self._health.check_record(operation)
 
     def ended(self, call: str, *, by_writer: bool = False) -> None:
-        """Raise the failure of the group, if it has one: the writer's group broke before its queue was closed.
+        """Raise the reason for which the queue was closed, if the group knows one.
 
-        Or the writer has closed it because its rank goes on in another epoch, without this one.
+        Either the writer's group broke before the writer closed its queue, or the writer's rank goes on in
+        another epoch, without this rank.
         """
         if self._health.is_closed or self._health.is_inherited:
             return
@@ -52,12 +54,13 @@ class GroupQueueGuard:
         operation = Operation("queue", call, 0)
         self._health.check_record(operation)
         self._raise_if_excluded(call)
-        # The writer's rank may have found first that a host has vanished, and with it the store that holds the record.
+        # The writer's rank may be the first to have found that a host has vanished, and the failure record
+        # may be unreadable because its store was on that host.
         if by_writer and self._has_own_writer:
             self._check_others(operation, ())
 
     def failed(self, call: str, error: PeerLostError) -> None:
-        """Break the group, and raise if more ranks are gone, or those that are have gone on without this one."""
+        """Break the group; raise if more ranks are lost than `error` names, or if this one is excluded."""
         if self._has_own_writer and not self._health.is_closed:
             self._raise_if_excluded(call)
             self._check_others(Operation("queue", call, 0), error.peers)
@@ -66,14 +69,15 @@ class GroupQueueGuard:
     def _check_others(self, operation: Operation, named: Sequence[int]) -> None:
         """Break the group and raise if more ranks are gone than those that the queue has named.
 
-        Its connection to one rank of a host that vanishes may fail before the links find all of them lost: by the time
-        between two beats, which is 0.5 s at most. They are waited for while that is in doubt, for at most `EXPLAIN_S`:
-        a link to a third host may be in doubt for longer. A call that never waits does not do so here either.
+        When a host vanishes, the queue's connection to one of its ranks may fail before the links find all of
+        its ranks lost, earlier by the time between two beats, which is 0.5 s at most. So this waits while a
+        link is in doubt, but for at most `EXPLAIN_S`, since a link to a third host may be in doubt for
+        longer. The calls in `_NEVER_WAIT` do not wait here either.
         """
         within_s = 0.0 if operation.name in _NEVER_WAIT else EXPLAIN_S
         watch, end = self._health.watch, time.monotonic() + within_s
         while True:
-            # Asked first: it looks for lost ranks itself, of which the next line must know.
+            # `is_in_doubt` comes first: it looks for lost ranks itself, and `lost` must see what it finds.
             is_over = not watch.is_in_doubt() or time.monotonic() >= end
             if not set(watch.lost()) <= set(named):
                 self._health.check_peers(operation)

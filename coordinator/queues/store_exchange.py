@@ -1,4 +1,4 @@
-"""What the ranks of a job with a secret tell each other of queues: through its secured store, instead of over Gloo."""
+"""How ranks of a job with a secret exchange keys and handles of queues: in the secured store, not by Gloo."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class StoreExchange:
         """Return every rank's object, in the order of the group.
 
         Raises:
-            CommTimeoutError: Ranks in `.missing` did not call this within `timeout_s`. The group is broken then, and
-                after the next three.
+            CommTimeoutError: Ranks in `.missing` did not call this within `timeout_s`. This error and the
+                next three break the group.
             PeerLostError: A rank has died, or another rank has published that.
             NativeError: The store is gone.
             DecodeError: A rank sent what cannot be decoded.
@@ -60,7 +60,7 @@ class StoreExchange:
         try:
             found = [codec.decode(each) for each in run_interruptibly(exchange, _WHAT, check)]
             if self._round > 2:
-                # All have read it, or they could not have told the last round.
+                # All ranks have read that round: otherwise they would not have come to this one.
                 self._store.delete_key(f"{self._round - 2}/{self._health.rank}")
         except dist.DistStoreError:
             raise self._health.blame(_WHAT, self._missing(keys), timeout_s) from None

@@ -157,7 +157,7 @@ class StoreClient(StoreThread):
     def watch(self, on_lost: Callable[[int, str], None]) -> None:
         """Call `on_lost` with each rank that is lost, or was before, and how it was; from any thread.
 
-        A rank is lost when its connection to the store ends and it has not closed it; for rank 0 this one counts.
+        A rank is lost when its connection to the store ends unless it closed it; rank 0, when this one ends.
         """
         with self._lock:
             self._on_lost = on_lost
@@ -330,7 +330,7 @@ class StoreClient(StoreThread):
             elif event == zmq.Event.CONNECTED:
                 self._connections += 1
             elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-                # Whoever is between may say so too, since it comes without encryption: try until the deadline.
+                # Anybody on the way can send this too, as it is not encrypted: try until the deadline.
                 self._refusals += 1
             elif not self._is_welcome:
                 if event & _FAILED_HANDSHAKES:

@@ -11,10 +11,10 @@ Each is one ZeroMQ message over a connection with CURVE. It begins with 32 bytes
 | 8 | 8 | number of the question, which its answer repeats |
 | 16 | 16 | the store's generation; zeros in HELLO |
 
-A question or an answer in msgpack follows, or a text in UTF-8: the reason of a refusal, or how a rank was lost, whose
-number LOST has in place of that of a question. HELLO has a random number there, which a process repeats if it says it
-once more, because its connection has ended before it was welcomed. BYE and END say that a rank, and rank 0, leave; BEAT
-only shows whether a connection is there.
+A question or an answer in msgpack follows, or a text in UTF-8: the reason of a refusal, or how a rank was
+lost. LOST has the number of the lost rank in place of that of a question. HELLO has a random number there,
+which a process repeats if it says HELLO again because its connection ended before it was welcomed. BYE says
+that a rank leaves, END that rank 0 does; BEAT only shows whether a connection is there.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def from_descriptor(descriptor: int) -> Secret:
 def _read_aside(read: Callable[[], Secret]) -> Secret:
     """Return what `read` returns on a thread of its own.
 
-    A signal handler that strikes on the caller's thread may come behind a system call whose descriptor nobody has
-    stored yet; or it may ask for the same secret, and would wait for the lock that the call behind it holds.
+    On the caller's thread, a signal handler could strike after a system call whose descriptor nobody has
+    stored yet; or it could ask for the same secret, and wait for a lock that the interrupted call holds.
     """
     outcome: list[Secret] = []
     Aside("to read the secret of this job").run(lambda: outcome.append(read()))

@@ -44,7 +44,7 @@ _TIDY_S: Final = 1.0
 _FAREWELL_MS: Final = 200
 # A connection that zmq says has ended is looked for this long, since zmq lets go of it a little later.
 _SUSPECTED_S: Final = 2.0
-# How long what it has sent may take to be read, where others never stop to send.
+# While others keep sending, what a suspected connection sent counts as read after this long.
 _READ_S: Final = 1.0
 _LOOK_S: Final = 0.02
 # Answers to one batch of questions before the thread looks at the handshakes again.
@@ -57,8 +57,8 @@ class _Member(NamedTuple):
     Attributes:
         rank: The rank of its key.
         route: zmq's name of it.
-        descriptor: By which zmq tells that it has ended; the kernel gives it to another one soon.
-        process: A random number of who connects, which a process that connects again repeats.
+        descriptor: zmq names it when the connection has ended; the kernel soon reuses it for another one.
+        process: A random number of the process that connects, which it repeats when it connects again.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class _Member(NamedTuple):
 class StoreServer(StoreThread):
     """Holds the keys of a job and answers its ranks, on a thread of its own. Any thread may call `close`.
 
-    It tells all ranks of one whose connection ends without a BYE.
+    If the connection of a rank ends without a BYE, the server tells all ranks.
 
     Attributes:
         generation: Random bytes of this store.
@@ -91,7 +91,7 @@ class StoreServer(StoreThread):
             keys: The store's key pair.
             ranks: The rank of each public key that is admitted, as that rank only.
             place: The numeric address to listen on, never a wildcard, and the first and last port; None for any.
-            pings: How long a rank may be silent before its connection counts as broken, which its zmq answers for it.
+            pings: How long a connection may be silent before it is broken; zmq answers pings for a busy rank.
             descriptor: A socket that listens there already, which the store owns, also if this raises.
 
         Raises:
@@ -201,7 +201,7 @@ class StoreServer(StoreThread):
             self._suspects.update({each.route: now for each in self._members if each.descriptor in ended})
 
     def _judge(self, now: float, is_drained: bool) -> None:
-        """Tell all ranks of those whose connection has ended without a BYE, which may be among what is not read yet."""
+        """Tell all ranks which connections ended without a BYE, which may be in a record not read yet."""
         if not self._suspects:
             return
         for member in [each for each in self._members if each.route in self._suspects]:
@@ -214,7 +214,10 @@ class StoreServer(StoreThread):
                 del self._suspects[member.route]
 
     def _leave(self, member: _Member, lost: str = "") -> None:
-        """Forget a connection. If it was lost, so is the rank, unless it is that of another process that came first."""
+        """Forget a connection. If it was `lost`, tell all ranks that its rank is.
+
+        That rank is not lost if another process with its key came first.
+        """
         first = next(each for each in self._members if each.rank == member.rank)
         self._members.remove(member)
         self._suspects.pop(member.route, None)

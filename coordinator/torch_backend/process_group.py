@@ -292,8 +292,8 @@ class BackendProcessGroup(TorchCollectives):
     def _end(self, within_s: float) -> None:
         if self._is_ending or self._parts.health.is_inherited:
             return
-        # Nothing is called between the look and the `try`: who has begun this ends it. What a signal handler raises may
-        # come before any part of it, and ends one wait only.
+        # No function is called between the check above and the `try`, so the call that sets the flag also
+        # ends the group. What a signal handler raises in the `try` ends one wait only.
         self._is_ending = True
         try:
             self._release(within_s)
@@ -302,7 +302,7 @@ class BackendProcessGroup(TorchCollectives):
             raise
 
     def _release(self, within_s: float) -> None:
-        """Release everything, also behind what is interrupted. Another call does the rest of one that was."""
+        """Release everything, even if one part is interrupted; another call then does the rest of that."""
         self._parts.health.close()
         deadline = time.monotonic() + within_s
         with ExitStack() as ending:

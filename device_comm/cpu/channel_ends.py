@@ -65,7 +65,7 @@ def look_around_of(crossing: Crossing, peer: int) -> Callable[[int, Any], object
 
 
 def refuse_closed(_reason: int, _detail: object) -> NoReturn:
-    """Take the place of `look_around` behind `close`."""
+    """Stand in for `look_around` once the end is closed."""
     raise_left()
 
 
@@ -93,7 +93,7 @@ def unplaced(peer: int, error: Exception) -> NativeError:
 
 
 class Look:
-    """When a call that waits for one rank looks for what the others send meanwhile."""
+    """Decides when a call that waits for one rank takes in what other ranks have sent meanwhile."""
 
     def __init__(self, crossing: Crossing, slice_s: float, pause_s: float = FIRST_LOOK_S) -> None:
         """Wait for up to `slice_s` seconds in all, and for `pause_s` until the first look."""
@@ -102,7 +102,7 @@ class Look:
         self.pause_s: float = pause_s
 
     def park_ns(self) -> int:
-        """Return how long to sleep until then."""
+        """Return how many nanoseconds to sleep until the next look or the end of the slice."""
         return max(int(min(self.pause_s, self._until - time.monotonic()) * 1e9), 0)
 
     def is_over(self, busy: object) -> bool:

@@ -26,7 +26,7 @@ from shm_broadcast.interruption import raised_by_handler
 
 # How many messages a waiting call takes in before it goes on with its own.
 _MOST_AT_ONCE: Final = 64
-# The shortest wait. Without any, `receive_within` would not go on with a message that comes in parts.
+# The shortest wait. With none at all, `fetch_within` would not go on with a message that comes in parts.
 _BARELY_NS: Final = 1
 
 _ENDED: Final = 2  # of ring_wait
@@ -40,7 +40,7 @@ class Receiving:
         self.receiver = receiver
         self.tag = tag
         self._land = land
-        # Whether the message has a place of its own, which it must reach also if nobody polls any more.
+        # Whether the message has a place of its own, which it must reach even if nobody polls this any more.
         self.has_place: bool = False
         self._error: Exception | None = None
         # Whether the message was put in its place, or cannot be.
@@ -55,8 +55,8 @@ class Receiving:
         self.pause_s: float = FIRST_LOOK_S
 
     def finish(self) -> None:
-        """Put the message in its place. What a signal handler raises meanwhile leaves it to the next call."""
-        # Nothing is called between these two: another thread may finish this at the same time.
+        """Put the message in its place. If a signal handler raises meanwhile, the next call does it."""
+        # No function is called between these two reads: another thread may finish this at the same time.
         message, has_landed = self.message, self.has_landed
         if has_landed:
             return
@@ -91,7 +91,7 @@ class Receiving:
         return self.has_come
 
     def is_complete(self) -> bool:
-        """Return whether it is there, taking in what is. Raises what is wrong with it."""
+        """Take in what is there and return whether the message has come. Raises what is wrong with it."""
         return self.poll(0.0)
 
     def pending(self) -> tuple[int, ...]:
@@ -147,7 +147,8 @@ class ChannelReceiver:
     def land_soon(self, tag: int, spin_ns: int, land: Callable[[Any], Any]) -> Any:
         """Return what `land` makes of the next message of `tag`; NOTHING as `receive_soon`, and for an `Undecodable`.
 
-        The message is taken once `land` has returned or refused it: what a signal handler raises before leaves it.
+        The message is taken once `land` has returned or refused it. If a handler raises before that, it
+        stays.
         """
         endpoint = self.endpoint
         endpoint.fetch_within(0 if self._arrived.get(tag) else spin_ns, 0)
@@ -213,15 +214,15 @@ class ChannelReceiver:
             awaited[key] = receiving
 
     def abandon(self, receiving: Receiving) -> None:
-        """Await it no more; if it has come, it is the next message of its tag again."""
+        """Stop awaiting the message; if it has come, it becomes the next message of its tag again."""
         awaited, arrived = self._of_tag(receiving.tag)
         awaited.pop(id(receiving), None)
         if receiving.has_come and not receiving.has_landed:
-            # Nothing is called here. Its place is before those that came later.
+            # No function is called here. The message goes before those that came later.
             self._arrived[receiving.tag] = {receiving.number: receiving.message, **arrived}
 
     def land(self) -> None:
-        """Put what has come for handles in its place, also if the handles were dropped."""
+        """Put the messages that have come for handles in their places, even if the handles were dropped."""
         for number in list(self._landing):
             receiving = self._landing.get(number)
             # One without a place of its own can still be abandoned.
@@ -236,7 +237,7 @@ class ChannelReceiver:
         while not receiving.has_come:
             if self._take_in(spin_ns, look.park_ns()):
                 continue
-            # This may be in the middle of a message, whose rest will not come.
+            # The ring may have ended in the middle of a message, whose rest will not come.
             if self.has_ended() and not receiving.has_come:
                 raise_left()
             spin_ns = 0
@@ -246,7 +247,7 @@ class ChannelReceiver:
                 return
 
     def has_news(self, tag: int) -> bool:
-        """Return whether `take_arrived` may find something, or that nothing will come."""
+        """Return whether `take_arrived` may find a message, or no message will come any more."""
         return self.endpoint.has_news or bool(self._arrived.get(tag))
 
     def take_arrived(self, tag: int) -> Receiving | None:
@@ -272,7 +273,7 @@ class ChannelReceiver:
         """Take in what is there without waiting; return whether that was something, or is still under way."""
         for count in range(_MOST_AT_ONCE):
             if self.endpoint.is_busy:
-                # Another thread takes in what comes, or this one does and runs a signal handler meanwhile.
+                # Another thread is taking in messages, or this one was when a signal handler interrupted it.
                 return False
             if not self._take_in(_BARELY_NS, 0):
                 return count > 0 or self.endpoint.is_assembling
@@ -311,11 +312,11 @@ class ChannelReceiver:
 
     def close(self) -> None:
         """Tell the sender that nobody reads any more. Idempotent."""
-        # Kept here: a signal handler that closes this too, in the middle of it, takes it away.
+        # Copied, because a signal handler that closes this too in the meantime replaces the attribute.
         memory = self._memory
         if memory is NO_RING:
             return
-        # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
+        # Close the endpoint first: ending the ring wakes a waiting thread, which must find it closed.
         self.endpoint.close(refuse_closed)
         rings.ring_end(memory, 0)
         self._memory = NO_RING

@@ -41,11 +41,11 @@ class Sending:
         self._error: BaseException | None = None
         # The thread that makes the call.
         self.thread: int = threading.get_ident()
-        # Whether a part may be in the channel, where nothing but the rest may follow it.
+        # Whether a part may be in the channel already. Only the rest of the message may follow it there.
         self.has_begun: bool = False
-        # Set, and the memory let go, when the channel owns the whole message. Until then the lock is taken, on which
-        # others sleep. An event has a lock that they would hold: a handler that raised inside of one could leave it
-        # taken, and one that waited for this message too would never get it.
+        # Set, and the memory let go, when the channel owns the whole message. Until then `_owning` is locked,
+        # and waiters sleep on it. Waiters on an event would hold its inner lock: a handler that raised there
+        # could leave that lock held, and a handler that waited for this message too would never get it.
         self.is_owned: bool = False
         self._owning = threading.Lock()
         self._owning.acquire()
@@ -74,7 +74,7 @@ class Sending:
         self._error = error
         self._message = None
         self.sender.done(self)
-        # Nothing is called between these, so that the lock is freed once.
+        # No function is called between the read and the write, so that the lock is released exactly once.
         was_owned, self.is_owned = self.is_owned, True
         if not was_owned:
             self._owning.release()
@@ -109,7 +109,7 @@ class Sending:
             if self._owning.acquire(timeout=look.park_ns() / 1e9):
                 self._owning.release()
             elif look.is_over(None):
-                # The call that is about to start the thread may have been interrupted, also by this one.
+                # The call that was about to start the thread may have been interrupted, even by this call.
                 self.sender.call_thread(again=True)
                 break
         return self.is_complete()
@@ -131,7 +131,7 @@ class Writing:
         """Write on for up to `slice_s` seconds."""
         look = Look(self._crossing, slice_s)
         while self._open:
-            # With several receivers this waits for one of them, and looks after the others soon.
+            # With several receivers this waits only briefly for the first, then looks at the others again.
             is_alone = len(self._open) == 1
             moved = [sending.advance(0, 0) for sending in self._open] if not is_alone else []
             if not any(moved):
@@ -149,9 +149,9 @@ class Writing:
 class ChannelSender:
     """The writing end of the channel to one rank.
 
-    As in `ChannelReceiver`, several threads may use it and a signal handler may interrupt any call. What waits is kept
-    in statements that call nothing before the last one. A handler that needed a thread of ours while its own thread
-    held a lock would wait for ever.
+    As in `ChannelReceiver`, several threads may use it and a signal handler may interrupt any call. The
+    waiting messages are kept without a lock, in statements that call no function before the last one. With a
+    lock, a handler that needed a thread of ours while its own thread held the lock would wait for ever.
     """
 
     def __init__(
@@ -164,11 +164,11 @@ class ChannelSender:
         self.endpoint: rings.WriteEndpoint = rings.WriteEndpoint(
             memory, codec.describe, "adaptive", look_around_of(crossing, peer), bell
         )
-        # What is not in the channel as a whole, in order: the first is under way.
+        # The messages that are not wholly in the channel yet, in order; the first is under way.
         self._waiting: deque[Sending] = deque()
-        # The first one if the call that sends it writes it.
+        # The first of them, if the call that sends it writes it itself; else None.
         self._own: Sending | None = None
-        # Whether a thread of ours writes what waits, until nothing does; and whether one was called and has not come.
+        # Whether a thread of ours is writing what waits, and whether one was called and has not begun yet.
         self._has_thread = False
         self._is_called = False
 
@@ -198,8 +198,8 @@ class ChannelSender:
     def enqueue(self, sending: Sending, *, aside: bool = False) -> bool:
         """Add a message to those that wait; return whether the caller has to write it now.
 
-        The caller asks `refuse_nested` before. If this raises, or the caller is interrupted before it waits, the caller
-        withdraws the message.
+        The caller has called `refuse_nested` before. If this raises, or the caller is interrupted before it
+        waits, the caller must withdraw the message.
 
         Args:
             sending: The message.
@@ -214,7 +214,7 @@ class ChannelSender:
         if is_own:
             self._own = sending
         self._waiting.append(sending)
-        # What waits behind a call's own message goes on when that call is done.
+        # If another call writes its own message, what waits behind that goes on when that call is done.
         if own is None and not is_own:
             self.call_thread()
         return is_own
@@ -226,14 +226,14 @@ class ChannelSender:
             self.call_thread()
 
     def call_thread(self, *, again: bool = False) -> None:
-        """Let a thread of ours write what waits, if nobody does. One that was called must come, unless `again`."""
+        """Call a thread to write what waits, unless somebody does or, without `again`, one was called."""
         if self._has_thread or self._own is not None or not self._waiting or (self._is_called and not again):
             return
         try:
             self._is_called = True
             self.crossing.submit(self._write_waiting)
         except BaseException:
-            # If it comes all the same, it finds nothing to do, or does what the next one is called for.
+            # If the thread comes nevertheless, it finds nothing to do, or does the work of the next one.
             self._is_called = False
             raise
 
@@ -245,7 +245,8 @@ class ChannelSender:
             return
         self._has_thread = True
         while True:
-            # Nor between these: what is added behind the look is added while no thread writes, or taken here.
+            # Nor between these: a message is added either before the check, and written here, or after
+            # `_has_thread` has become False, and then its sender sees to it.
             if not self._waiting:
                 self._has_thread = False
                 return
@@ -284,11 +285,11 @@ class ChannelSender:
 
     def close(self) -> None:
         """Tell the receiver that nothing follows; what was written can still be read. Idempotent."""
-        # Kept here: a signal handler that closes this too, in the middle of it, takes it away.
+        # Copied, because a signal handler that closes this too in the meantime replaces the attribute.
         memory = self.memory
         if memory is NO_RING:
             return
-        # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
+        # Close the endpoint first: ending the ring wakes a waiting thread, which must find it closed.
         self.endpoint.close(refuse_closed)
         rings.ring_end(memory, -1)
         self.memory = NO_RING

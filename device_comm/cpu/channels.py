@@ -32,8 +32,8 @@ from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.layout import segment_bytes
 from shm_broadcast.segment import Segment
 
-# Bytes of records in a channel. A message of up to half of it is owned by the channel at once; a longer one streams
-# through. It stays in the second-level caches, so what passes is read before it gets to memory.
+# Bytes of records in a channel. The channel owns a message of up to half of this at once; a longer one
+# streams through. This much stays in the second-level caches, so data is read before it gets to memory.
 CHANNEL_BYTES: Final = 1 << 20
 
 # Making a channel takes less than 1 ms. The other rank checks this often whether it is ready.
@@ -163,13 +163,14 @@ class Channels:
             return
         operation = self._operation(plane, name, "to", rest)
         senders = [self._sender(peer, name) for peer in rest]
-        # All of them before anything is queued, which another thread may begin to write at once.
+        # Ask all of them before queueing anything: another thread may begin to write what is queued at once.
         for sender in senders:
             sender.refuse_nested(self._health.where(operation))
         sendings = [Sending(sender, message, tag) for sender in senders]
         try:
             own = [sending for sending in sendings if sending.sender.enqueue(sending)]
-            # First: another thread may wait for one of these, and what is queued here for that thread.
+            # Write our own messages first. Another thread may wait behind one of them, while messages of this
+            # call wait behind what that thread writes.
             if own:
                 self._health.wait(operation, Writing(self, own), timeout_s)
             for sending in sendings:
@@ -216,9 +217,9 @@ class Channels:
     def _withdraw(self, operation: Operation, sendings: Sequence[Sending], error: BaseException) -> None:
         """Take back the messages of a call that `error` ends. If one is halfway, the group breaks.
 
-        Its memory belongs to the caller again, and its channel can carry nothing else before it is whole. If a signal
-        handler raises meanwhile, the caller breaks the group: what has not been taken back would be written later, from
-        memory that has changed.
+        The memory of that message belongs to the caller again, while its channel can carry nothing else
+        before the message is whole. If a signal handler raises meanwhile, the caller breaks the group: a
+        message that was not taken back would be written later, from memory that has changed.
         """
         halfway = [sending for sending in sendings if not sending.sender.withdraw(sending)]
         if halfway and not (self._health.is_broken or self._health.is_closed):
@@ -253,8 +254,8 @@ class Channels:
     ) -> Any:
         """Return the next object of `tag` from `src`; without a deadline this waits until there is one.
 
-        With `land` this returns what that makes of the object. If a signal handler raises meanwhile, the object stays
-        the next one; if `land` raises a `CommError` that is no `UsageError`, the object is gone.
+        With `land`, this returns what `land` makes of the object. If a signal handler raises meanwhile, the
+        object stays the next one; if `land` raises a `CommError` other than `UsageError`, the object is gone.
 
         Raises:
             DecodeError: It cannot be decoded; the next one can be received.
@@ -328,9 +329,9 @@ class Channels:
     ) -> tuple[Any, int]:
         """Return the next object of `tag` that any other rank has sent, and that rank; as `recv` otherwise.
 
-        With `land`, what it makes of the two takes the object's place.
+        With `land`, what it makes of the object and the rank takes the object's place.
 
-        PeerLostError: Any other rank is gone: it might have been the one.
+        PeerLostError: One of the other ranks is gone; it might have been the sender.
         """
         # Read first: if another thread has closed the channels before, the next statement says so.
         bells = self._bells
@@ -438,7 +439,7 @@ class Channels:
     ) -> _End:
         """Open this rank's end of the channel of `pair`, to or from `peer`, unless another thread has."""
         with self._lock:
-            # Of two receivers on one ring each would miss messages.
+            # Two receivers on one ring would each miss messages.
             if peer in ends:
                 return ends[peer]
             if pair in self._opening:
@@ -467,8 +468,9 @@ class Channels:
                 self._opening.discard(pair)
 
     def _open_if_made(self, peer: int) -> ChannelReceiver | None:
-        # The lock is taken only for a channel that is there. A thread that opens one may be in a signal handler, which
-        # waits for what this thread sends: then it is left for later. Nothing is called between that look and the lock.
+        # The lock is taken only if the channel exists and no channel is being opened. A thread that opens one
+        # may be in a signal handler that waits for what this thread sends; then the channel is left for
+        # later. No function is called between the look at `_opening` and the lock.
         if self.is_closed or self.state(peer, self._rank) != _core.CHANNEL_READY or self._opening:
             return None
         with self._lock:
@@ -531,8 +533,8 @@ class Channels:
     def close(self) -> None:
         """Leave all channels; calls that wait, here and for this rank elsewhere, end. Idempotent.
 
-        If a signal handler raises meanwhile, the next call does the rest. One that closes them itself, or destroys the
-        group, has done it all.
+        If a signal handler raises meanwhile, the next call does the rest. If a signal handler closes the
+        channels itself, or destroys the group, nothing is left to do.
         """
         if self._health.is_inherited:
             return
@@ -560,10 +562,10 @@ class Channels:
                 rings.ring_end(self._map(peer, self._rank), 0)
             if peer not in self._senders and self._is_ready(self._rank, peer):
                 rings.ring_end(self._map(self._rank, peer), -1)
-        # Those who wait for any of several ranks, also other threads of this one, look at all rings again.
+        # Let all that wait for any of several ranks, here and elsewhere, look at all rings again.
         for bell in self._bells:
             rings.bell_sound(bell)
-        # Nothing is called from here on, so that whoever finds the table gone finds that all was left.
+        # No function is called from here on, so that whoever finds the table gone also finds `_has_left` set.
         self._bells = []
         self._table = _NO_TABLE
         self._has_left = True

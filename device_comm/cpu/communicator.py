@@ -333,9 +333,9 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         op_code: int = 0,
         root: int = 0,
     ) -> None:
-        """Make a native call on tensors of which one holds `sizes[rank]` of each rank along `dim`.
+        """Make a native call in which one of the tensors holds `sizes[rank]` of each rank along `dim`.
 
-        In an all-to-all the source does, and the result, of which `sizes` has the second half.
+        In an all-to-all both do: the first half of `sizes` is for the source, the second half for the result.
         """
         either = next(tensor for tensor in (source, result) if tensor is not None)
         rows, widths = columns(either, dim, sizes)

@@ -19,8 +19,8 @@ def connect_cpu(
     """Return the communicator of a group on the CPU, the same class on all ranks. Collective.
 
     * All ranks share memory (`context.shared`): shared memory. Nothing else is needed.
-    * Several hosts: two levels, shared memory inside each host that has several ranks, TCP between the hosts. How fast
-      the line between the hosts is gets measured.
+    * Several hosts: two levels, shared memory inside each host that has several ranks, TCP between the hosts.
+      The speed of the line between the hosts is measured.
     * All ranks on one host, but no shared memory given: the process group. None is made here; a group makes its shared
       memory when its ranks first meet.
 
@@ -63,8 +63,8 @@ def connect_cpu(
 def needs_process_group(factory: object, device_type: str, *, shares_memory: bool) -> bool:
     """Return whether a group connects a process group for what `factory` builds.
 
-    On the CPU it does where the ranks share no memory. Elsewhere, and for a factory that says nothing by an attribute
-    `needs_process_group`, it does.
+    On the CPU it does where the ranks share no memory. Otherwise the factory's attribute
+    `needs_process_group` decides; without that attribute it does, unless the factory is `connect_cpu`.
     """
     if device_type == "cpu" and not shares_memory:
         return True

@@ -19,7 +19,7 @@ class ReceivingAny:
     def __init__(
         self, receivers: Sequence[ChannelReceiver], tag: int, crossing: Crossing, bell: memoryview
     ) -> None:
-        """Await it behind those of the tag that are awaited from one rank."""
+        """Await the message. Receives of the same tag that name one rank are served before this one."""
         self._receivers = receivers
         self._tag = tag
         self._crossing = crossing
@@ -31,7 +31,7 @@ class ReceivingAny:
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds. Raises what is wrong with the message."""
         until = time.monotonic() + slice_s
-        # A thread that does not wait is no listener: while one listens, every message costs its sender a system call.
+        # Look once without listening: while a thread listens, every message costs its sender a system call.
         is_found = (self._is_new or slice_s <= 0.0) and self._look() is None
         while not is_found:
             left_s = until - time.monotonic()

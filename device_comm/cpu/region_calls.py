@@ -13,7 +13,7 @@ from device_comm.health import Arrival, GroupHealth, Operation
 from shm_broadcast.errors import ClosedError, DisagreementError, UsageError
 from shm_broadcast.status.shown_calls import StatusLane
 
-# A thread whose group is in a call of another thread looks again after this long. Engines call from one thread.
+# How long a thread pauses between tries while another one is in a call. Engines call from one thread.
 _TURN_S: Final = 0.0005
 
 _OPERATIONS: Final = ("SUM", "MEAN", "PRODUCT", "MIN", "MAX")
@@ -65,7 +65,7 @@ class RegionCalls:
     def last_calls(self) -> dict[int, Arrival]:
         """Return the last call that each rank has come to, by global rank; see `Plane`.
 
-        Nothing for the memory of one of several hosts, which knows only the steps of which the group's calls are made.
+        Empty for the memory of one of several hosts, which knows only the steps of which calls consist.
         """
         if self._is_part:
             return {}
@@ -118,26 +118,27 @@ class RegionCalls:
     def unwind(self, name: str, error: BaseException, left: int) -> None:
         """Break the group if `error`, which ends a caller of `core`, leaves a call unfinished.
 
-        An exception that a signal handler raises does so if it strikes between the beginning of a call and the wait.
-        The group's and the communicator's methods all meet it here.
+        An exception of a signal handler does so if it strikes after a call has begun and before the wait for
+        it. All methods of the group and of the communicator deal with such an exception here.
 
         Args:
             name: The name of the call.
             error: The exception.
-            left: What `core.leave()` returned. Call that before anything else: nothing can come between the exception
-                and the mark then, and the next call breaks the group if another exception strikes in here.
+            left: What `core.leave()` returned. It must be called before anything else, so that nothing comes
+                between the exception and the mark; if another exception strikes in here, the next call then
+                breaks the group.
         """
         if not left:
             return
         self._health.left_halfway(Operation(self._plane, name, left), error)
         if not self._health.is_broken:
-            # The error is that of a call which a handler has made inside of this one, which may go on.
+            # The error belongs to a call that a handler has made inside of this one. This one may go on.
             self.core.keep()
 
     def finish(self, name: str, status: int, timeout_s: float) -> None:
         """Wait for the call that `core` has begun and that is not done, or raise why it cannot be.
 
-        An exception of a signal handler may strike before this waits: its caller has to `unwind`.
+        An exception of a signal handler may strike before this waits, so the caller has to `unwind`.
 
         Args:
             name: The name of the call.
@@ -146,7 +147,7 @@ class RegionCalls:
 
         Raises:
             DisagreementError: The ranks made different calls. Nothing was moved and the group is intact.
-            UsageError: Another thread is in a call until the deadline, or this one is, further out.
+            UsageError: Another thread was in a call until the deadline, or this thread is in one further out.
             Others: As `GroupHealth.wait`.
         """
         if status in (_core.PENDING, _core.LEFT):
@@ -190,7 +191,7 @@ class RegionCalls:
     def refuse(self, reason: str) -> None:
         """Take the number of a call that this rank refuses, and tell the others why; see `Plane`.
 
-        If another thread is in a call, it is the number behind that one.
+        If another thread is in a call, that is the number after its call.
         """
         self.core.refuse(reason.encode()[: _core.REASON_BYTES])
 

@@ -30,8 +30,8 @@ from shm_broadcast.segment import Handover, Hello, Segment, take_descriptor
 from shm_broadcast.status.kept_pages import KeptPages
 from shm_broadcast.threads import Aside
 
-# Each rank has two slots of this size, through which everything passes that is longer. They fit the second-level
-# cache of a core together, so what passes costs no trip to memory.
+# Each rank has two slots of this size; longer data passes through them in pieces. Together they fit the
+# second-level cache of a core, so the data makes no trip to memory.
 SLOT_BYTES: Final = 256 << 10
 
 # The size of a rank's two slots in the host plane's region, which carries barriers and gathers objects of some KB.

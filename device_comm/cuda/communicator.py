@@ -130,7 +130,7 @@ class CudaCommunicator(EndingCommunicator, FusedCommunicator):
             raise UsageError(f"{begin}; {advice}make one such call before")
 
     def _kernels(self) -> list[KernelCalls]:
-        """Return what has been built, in this order."""
+        """Return those of our kernels that have been built, the all-reduces first."""
         return [each for each in (self._custom, self._expert) if each is not None]
 
     def _is_captured(self) -> bool:

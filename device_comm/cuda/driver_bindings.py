@@ -34,8 +34,9 @@ _NO_DEVICE: Final = 100
 _OTHER_CONTEXT: Final = (201, 400)
 _NOT_READY: Final = 600
 _PEER_ACCESS_ALREADY_ENABLED: Final = 704
-# The two handles of the legacy stream, 0 and CU_STREAM_LEGACY. It cannot be captured, and while any blocking stream is,
-# every question about it is answered with error 906. The per-thread stream, CU_STREAM_PER_THREAD (2), can be captured.
+# The two handles of the legacy stream, 0 and CU_STREAM_LEGACY. It cannot be captured, and while any blocking
+# stream is captured, every query about the legacy stream fails with error 906. The per-thread stream,
+# CU_STREAM_PER_THREAD (2), can be captured.
 _LEGACY: Final = (0, 1)
 _CAPTURE_ACTIVE: Final = 1
 
@@ -387,8 +388,8 @@ class CudaDriver(MulticastCalls, StreamCalls, Driver):
 
     def module_function(self, module: int, name: str) -> int:
         function = self._in_context("cuModuleGetFunction", self._api.CUmodule(module), name.encode())
-        # The driver loads a kernel when it is launched first, unless told to, and may then wait for all kernels of the
-        # context: one that waits for a peer would have to end before this one begins (lazy loading, CUDA's guide).
+        # By default the driver loads a kernel at its first launch, and may then wait for all kernels of the
+        # context: one that waits for a peer would have to end first (lazy loading, CUDA's guide).
         if self.driver_version() >= _LOADING_DRIVER:
             self._in_context("cuFuncLoad", function)
         self._functions[int(function)] = function

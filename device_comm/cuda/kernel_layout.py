@@ -49,7 +49,7 @@ that another block polls."""
 FLAGS_BYTES: Final = MAX_BLOCKS * LINE_BYTES
 SENTINEL: Final = 0xFFFFFFFF
 GROUP_LANES: Final = 256
-"""Lanes of one of the norm's groups, and the threads of a block of its kernels."""
+"""Lanes of one of the norm's groups. A block of its kernels has as many threads, or twice as many: `norm_shape`."""
 NORM_GROUPS: Final = 4
 """Groups of lanes of the norm's sum for any number of threads: see "The order of the norm's sum" in DESIGN.md."""
 WARP: Final = 32

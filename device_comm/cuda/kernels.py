@@ -211,7 +211,7 @@ def _target_of(arch: int) -> int:
 
 
 def compile_kernels(variant: KernelVariant) -> Compiled:
-    """Compile a module; takes 0.2 to 0.4 s of CPU time.
+    """Compile a module; takes 0.2 to 0.4 s of CPU time, and up to 1.2 s for the slowest one.
 
     Raises:
         CapabilityError: cuda-bindings or NVRTC is missing, or does not support this architecture.

@@ -26,7 +26,7 @@ def links_of(nvml: Any, uuid: str) -> dict[str, tuple[bool, bool]]:
         CapabilityError: NVML is missing, its bindings are others than we know, or it does not know the device, as for
             a MIG instance.
     """
-    # Looked up first: what an `except` clause lacks would replace the error itself.
+    # Looked up beforehand: an error of this lookup in the `except` clause would replace the original one.
     own_error = getattr(nvml, "NvmlError", RuntimeError)
     try:
         nvml.init_v2()

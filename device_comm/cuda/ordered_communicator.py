@@ -86,9 +86,9 @@ class OrderedCommunicator(NcclCommunicator):
             raise failure from error
 
     def _give_up(self, error: CudaError, stream: int) -> None:
-        """Break the group: this rank has not queued a call, and the others would take its next one for that.
+        """Break the group: this rank has not queued a call, and the others would take its next one for this.
 
-        Nothing runs of a capture of `stream` that other code has made invalid. Then the group is intact.
+        If other code has made the capture of `stream` invalid, none of it will run, and the group is intact.
         """
         if not (error.code in CAPTURE_ERRORS and self._was_captured(stream)):
             self._health.fail(error)

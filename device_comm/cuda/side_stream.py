@@ -76,7 +76,7 @@ class SideStream:
     def mark(self, result: object) -> SideMark:
         """Return a mark behind the work on the current stream, and keep `result` for the streams that wait for it.
 
-        If that fails, the group is broken: this rank has queued a call that looks as if it had not.
+        If that fails, the group is broken: this rank has queued the call, but its handle reports a failure.
         """
         with self._ordering(self._streams.current()):
             return SideMark(self._streams, self._capture_of, tensors_of(result))

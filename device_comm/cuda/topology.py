@@ -5,8 +5,9 @@ of the exchanged facts, so it is equal on all ranks.
 
 Between two devices that this process sees, the driver's CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED says whether
 atomics work over the link. They do over NVLink, and they do not over PCIe between GPUs. CUDA tells nothing of a device
-that CUDA_VISIBLE_DEVICES hides, so NVML is asked for these. A link of which neither tells counts as unknown, and so
-does a hidden one to which NVML does not affirm access: CUDA may map the memory nevertheless, which a test shows.
+that CUDA_VISIBLE_DEVICES hides, so NVML is asked for these. A link counts as unknown if neither says anything
+of it, or if it leads to a hidden device to which NVML does not affirm access: CUDA may map the memory
+nevertheless, which a test shows.
 """
 
 from __future__ import annotations

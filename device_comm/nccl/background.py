@@ -36,7 +36,7 @@ class Background:
             streams: On whose device the thread calls.
             name: What the thread does, for its name.
             call: Calls the library and returns a status.
-            look: Is called while the caller waits; raises if that is in vain.
+            look: Called while the caller waits; raises if there is no point in waiting.
         """
         self._streams = streams
         self._call = call
@@ -118,7 +118,7 @@ class Joining(Background):
             self._abort()
 
     def _abort(self) -> None:
-        # Nothing is called here, so that one of the two threads gets it.
+        # One statement without a call, so that only one of the two threads gets the handle.
         comm, self._comm = self._comm, 0
         if comm:
             try:

@@ -147,8 +147,8 @@ class NcclCommunicator(NcclQueue):
     ) -> ctypes.c_int | None:
         """Return NCCL's code of the dtype if `_sum` can take the tensor's memory as it is, else None.
 
-        The caller must look whether the tensor has an address. One that has none is empty, or on the meta device, which
-        has the same index as the CPU.
+        The caller must check that the tensor has an address. A tensor without one is empty, or on the meta
+        device, which has the same index as the CPU.
         """
         if (
             self._connection.hot is None

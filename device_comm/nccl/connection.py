@@ -51,8 +51,8 @@ FIRST_POLL_S: Final = 0.0002
 LAST_POLL_S: Final = 0.01
 # How often such a communicator is asked whether it is finalized.
 FINALIZE_POLL_S: Final = 0.002
-# The keeper waits this long for queued calls and their end in the library; `close` waits as long for the keeper, and
-# then so long for the abort of a communicator that was not flushed.
+# The keeper gives queued calls FLUSH_S to complete and the library to finalize. `close` waits FLUSH_S for the
+# keeper, and then ABORT_S for the abort of a communicator that was not flushed.
 FLUSH_S: Final = 3.0
 ABORT_S: Final = 3.0
 # How long an abort waits for a call that has just been entered, which returns within microseconds. One that blocks in
@@ -125,13 +125,13 @@ class NcclConnection:
         self._handle: ctypes.c_void_p | None = None
         self._closed = False
         self._aborting = False
-        # Whether the keeper is in a call of the library that nothing but the library ends.
+        # Whether the keeper is inside of a call of the library that only the library itself can end.
         self._is_inside = False
         self._settling = False
         self._asking = threading.Lock()
         self._wake = threading.Event()
-        # The thread, and an event that it sets at its end: an interrupt of its `join` would have it count as ended
-        # (Python before 3.13).
+        # The thread, and an event that it sets at its end: before Python 3.13 a thread counts as ended once a
+        # `join` of it was interrupted.
         self._keeper: tuple[threading.Thread, threading.Event] | None = None
         self._seen, self._since = 0, 0.0
         self.lane: StatusLane = self._health.shown.queued_lane("nccl", "nccl")
@@ -163,7 +163,7 @@ class NcclConnection:
         unique_id, obstacle = agree(self.context, self.library, wish)
         with self.calling(Call("connect", None, self.context.timeout_s)):
             status = self._join(unique_id)
-            # It aborts what was joined if `close` came before: that found no keeper.
+            # If `close` came before, it found no keeper; this one aborts what was joined.
             self._start_keeper()
             self._refuse_closed()
             self.settle("ncclCommInitRankConfig", status)
@@ -183,7 +183,7 @@ class NcclConnection:
         try:
             keeper.start()
         except BaseException:
-            # Nobody else would free it. If an interrupt comes though the thread runs, one of the two does.
+            # Nobody else would free the communicator. If the thread runs nevertheless, one of the two does.
             self._aborting = True
             self._wake.set()
             self._end()
@@ -439,7 +439,7 @@ class NcclConnection:
             self._aborting = True
         self._wake.set()
         if self._comm and (self._keeper is None or self._keeper[1].is_set()):
-            # `connect` was interrupted before it had started one, or another thread is about to; or it has failed.
+            # `connect` was interrupted before it started a keeper or is about to, or the keeper failed.
             self._start_keeper()
         if self._keeper is None:
             return
@@ -457,8 +457,8 @@ class NcclConnection:
     def await_abort(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` until the keeper of a broken group has aborted the communicator; it does so by itself.
 
-        The keepers of several groups abort beside each other, as they must: an abort waits for the device, and there
-        for kernels of the other groups, which only their aborts end (NVIDIA/nccl#564).
+        The keepers of several groups abort at the same time, as they must: an abort waits for the device, and
+        so for kernels of the other groups, which only the aborts of those groups end (NVIDIA/nccl#564).
         """
         if self._aborting and self._keeper is not None and not self._health.is_inherited:
             self._keeper[1].wait(timeout_s)
@@ -466,8 +466,8 @@ class NcclConnection:
     def _end(self) -> None:
         """Free the communicator behind its queued calls, or abort it. Blocks as long as NCCL does.
 
-        The thread that takes it is the only one that asks it or frees it from then on. So it is never aborted while
-        another thread finalizes it, nor asked once it was freed.
+        The thread that takes the communicator is the only one that queries or frees it from then on. So it is
+        never aborted while another thread finalizes it, nor queried once it was freed.
         """
         with self._asking:
             comm, self._comm = self._comm, 0
@@ -517,7 +517,7 @@ class NcclConnection:
             status = self.library.async_error(comm)
         if status not in (SUCCESS, IN_PROGRESS):
             raise self.library.error("ncclCommFinalize, asynchronously", status, comm)
-        # To free it may wait for other ranks. An abort does not.
+        # Freeing the communicator may wait for other ranks. An abort does not.
         return status == SUCCESS and not self._aborting and time.monotonic() < deadline
 
     def _is_quiet(self) -> bool:
@@ -525,7 +525,7 @@ class NcclConnection:
         return self.returned == self.entered and (self.progress is None or self.progress.is_done())
 
     def _await_call(self) -> None:
-        """Wait for a call that has just been entered, so that it does not lose its handle."""
+        """Wait for a call that has just been entered, so that its handle is not freed while it is in use."""
         deadline = time.monotonic() + CALL_S
         while self.returned != self.entered and not self._settling and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -56,7 +56,7 @@ class Order(Protocol):
     """Keeps the calls of one group in order, whatever streams they come on.
 
     Attributes:
-        hot: A call on this stream needs not be admitted.
+        hot: A call on this stream need not be admitted.
     """
 
     hot: int | None

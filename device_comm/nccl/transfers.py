@@ -44,7 +44,7 @@ def root_of(name: str, posts: Sequence[Post]) -> int:
 
 
 class Receive(NamedTuple):
-    """A receive that is deferred until its handle is waited for.
+    """A receive that is deferred until its handle is used or a collective follows.
 
     NCCL runs the calls of a communicator one after the other. A receive queued at once would block a later send, and
     the peer may wait for that send before it answers.

@@ -201,9 +201,9 @@ def decode(frame: bytes | bytearray | memoryview, type: Any = None, *, copy: boo
         frame: Exactly one frame.
         type: What the result must be, in any form that `msgspec.convert` knows; a mapping then becomes a
             Struct or dataclass, for example. None returns the object as it was sent.
-        copy: Whether arrays and tensors have memory that nothing else uses; not all can be resized. If not, those
-            that stand out of band alias `frame` and keep it alive; treat them as read-only (numpy enforces it).
-            They are aligned to 64 bytes when the frame is.
+        copy: Whether arrays and tensors have memory that nothing else uses; not all can be resized. If it is
+            false, those that stand out of band alias `frame` and keep it alive; treat them as read-only
+            (numpy enforces it). They are aligned to 64 bytes when the frame is.
 
     Raises:
         DecodeError: The bytes are no valid frame, hold a type that is unknown here, or are not of `type`.

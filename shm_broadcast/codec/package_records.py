@@ -1,4 +1,4 @@
-"""Say how objects of a class are sent that stands in a registered package and that nobody has registered by itself.
+"""Say how to send objects of classes of a registered package that nobody has registered one by one.
 
 Stricter than `records`, because nobody has looked at the class: it is refused if building it may run its code, or if
 its state may be more than its fields. An object is refused if it has attributes that would be lost.

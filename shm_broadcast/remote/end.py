@@ -39,7 +39,7 @@ class RemoteEnd(ABC):
         name: The queue's name in errors and logs.
         role: What this end is, for errors and logs.
         guard: What the owner of this end knows, if it has one.
-        is_asking: Whether the owner is being asked, or has raised in that what ends the call.
+        is_asking: Whether the owner is being asked, or the call ends with what the owner raised when asked.
     """
 
     role: str
@@ -60,7 +60,7 @@ class RemoteEnd(ABC):
         self._waited_s = 0.0
         # `_is_closing` from the first `close` on, `_is_stopping` when the thread is to end, `_is_closed` at the end.
         self._is_closing = self._is_stopping = self._is_closed = False
-        # A signal handler has closed this end inside of a call, which does what is to be done when it ends.
+        # A signal handler has called `close` inside of a call. When that call ends, it finishes the closing.
         self._is_deferred = False
         # Guards single uses of the socket. A signal handler that raises cannot come between a native lock and the block
         # that releases it.
@@ -148,10 +148,10 @@ class RemoteEnd(ABC):
             now, news = time.monotonic(), self._news.next
 
     def _look(self, call: str) -> None:
-        """Ask the owner, if that was long ago, whether it has failed, and raise what it raises.
+        """Ask the owner whether it has failed, at most once in `_LOOK_S`, and raise what it raises.
 
-        It knows of the ends of processes that have no part in this queue, and of all on a host that has vanished. It
-        may close this end, if need be when the call ends.
+        The owner also knows which processes outside of this queue have ended, and which hosts have vanished.
+        It may close this end; if a lock is held, that is finished when the call ends.
         """
         now = time.monotonic()
         if self.guard is None or now < self._look_at:
@@ -212,8 +212,8 @@ class RemoteEnd(ABC):
     def _end_context(self, context: Context) -> None:
         """End zmq's context, whose sockets are closed. Can be done again.
 
-        A signal makes zmq give up, and pyzmq says nothing of it: the threads and descriptors of the context would stay.
-        This takes no longer than the sockets may go on sending.
+        A signal would make zmq give up without an error from pyzmq, and the context's threads and descriptors
+        would stay. So signals are held back, for no longer than the sockets may go on sending.
         """
         undisturbed(context.term)
 
@@ -232,8 +232,8 @@ class RemoteEnd(ABC):
     def _close(self) -> None:
         """Do what `close` has to do, or go on with it if a signal handler has interrupted that.
 
-        If this thread is inside of a call, whose locks would let a handler in, only note that it is to be done: every
-        call looks at `_is_deferred` when it ends, and calls this.
+        If this thread is inside of a call, only note that this is to be done: the call's re-entrant locks
+        would let a signal handler in. Every call looks at `_is_deferred` when it ends, and then calls this.
         """
         if self._is_closed or self._forks != fork_count():
             return

@@ -22,10 +22,10 @@ from shm_broadcast.reports.statistics import ReaderStatistics
 # Bytes that a part counts beyond its frame, for the objects that hold it here and in zmq.
 PART_OVERHEAD: Final = 512
 
-# A connection that breaks again and again is made anew every 20 ms.
+# Most greetings answered in 0.2 s: a connection that breaks again and again is made anew every 20 ms.
 _GREETINGS_S: Final = 0.2
 _MOST_GREETINGS: Final = 16
-# Replaced connections that are remembered. What was sent over one is long received when so many have followed it.
+# Replaced connections that are remembered: what was sent over one has arrived before 64 have followed it.
 _FORMER: Final = 64
 
 
@@ -57,8 +57,8 @@ class Link:
         broken_at: When its connection was found broken.
         is_lost: Whether the writer gave it up.
         has_left: Whether it closed its end.
-        ask: What a demand to send again must repeat. The beats behind what was sent again carry another number: whoever
-            repeats that one has read all of it.
+        ask: Number that a demand to send parts again (AGAIN) must repeat. The beats after resent parts carry
+            a new number, so a reader that repeats the new one has read all of those parts.
         received: The last part that has reached its process.
         given_back: The last part whose message it has read.
         messages: Messages up to and including `given_back`.
@@ -96,7 +96,7 @@ class Link:
     def may_greet(self, route: bytes) -> bool:
         """Return whether a greeting over `route`, which came at `heard_at`, is to be answered.
 
-        Not over a connection that another one has replaced, and not more often than a reader that reconnects says it:
+        A greeting over a replaced connection is not answered, nor are more than a reconnecting reader sends:
         each answer takes memory until it is read.
         """
         if self.heard_at - self._greetings_at >= _GREETINGS_S:
@@ -189,7 +189,7 @@ class Ledger:
                 self._parts.popleft()
 
     def has_everybody_everything(self) -> bool:
-        """Return whether every connected reader has received all parts and the END record."""
+        """Return whether every reader that has come and is not gone has received all parts and the END record."""
         last = self.last.number
         late = [link for link in self.links.values() if link.received <= last and link.has_come]
         return not [link for link in late if not link.is_gone]
@@ -254,8 +254,9 @@ class Arrived(NamedTuple):
 class Inbox:
     """A reader's record of received parts, joined to messages.
 
-    A signal handler may raise between any two of its steps. What was half taken then comes again, because `received`
-    changes last, and is recognised; a message that was taken out, and that nobody has got, is put back.
+    A signal handler may raise between any two steps. A part that was only half taken in then comes again,
+    because `received` changes last, and what is already here of it is recognised. A message that was taken
+    out but reached nobody is put back.
 
     Attributes:
         received: Number of the last part that was taken.

@@ -13,7 +13,7 @@ from typing import Final
 
 __all__ = ["News"]
 
-# A sleep lasts no longer. A handler that raises just after a thread was woken keeps it from waking the others.
+# No sleep lasts longer. One woken thread wakes the next; a handler that raises in between breaks this chain.
 _LONGEST_SLEEP_S: Final = 0.2
 
 

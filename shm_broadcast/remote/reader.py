@@ -185,7 +185,7 @@ class RemoteReader(RemoteReads):
             self._signal_state()
 
     def _signal_state(self) -> None:
-        """Do so; the caller holds `_lock`."""
+        """Do what `_settle` says by what has been received so far; the caller holds `_lock`."""
         if self._inbox or self._has_ended or self._is_closing or self._failure is not None:
             os.eventfd_write(self._signal, 1)
         else:
@@ -247,8 +247,8 @@ class RemoteReader(RemoteReads):
         if self._is_closing:
             raise ClosedError(f"{self._where(call)}: the queue was closed while the call waited")
         if not (self._has_ended or self._failure is not None) or self._inbox:
-            # Asked in this order: this end's own thread may have received a message since the caller looked, and then
-            # the end.
+            # The inbox is looked at last: since the caller looked, this end's thread may have received a
+            # message and then END.
             return
         if self._has_ended:
             raise ClosedError(f"{self._where(call)}: the writer closed the queue")
@@ -500,7 +500,7 @@ class RemoteReader(RemoteReads):
             self._is_closed = True
 
     def _close_descriptors(self) -> None:
-        """Close the eventfds; no signal handler runs between the end of an attribute and that of its descriptor."""
+        """Close the eventfds; no signal handler runs between clearing an attribute and closing its number."""
         if self._wake >= 0:
             wake, self._wake = self._wake, -1
             os.close(wake)

@@ -79,7 +79,7 @@ class RemoteReads(RemoteEnd):
     def try_read(self, call: str = "try_dequeue", looks: bool = False, type_: Any = None) -> tuple[bool, Any]:
         """Return (True, the next object), or (False, None) if it is not there or another thread reads."""
         self._refuse_nested(call)
-        # For a message, what follows calls nothing: a signal handler that raised there would lose it.
+        # Once there is a message, no call follows: a signal handler that ran there and raised would lose it.
         value = self._read(call, 0.0, type_, tries=True)
         if value is not NOTHING:
             return True, value

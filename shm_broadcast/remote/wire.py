@@ -150,8 +150,8 @@ def new_context(io_threads: int) -> Context:
     Raises:
         CapabilityError: Too few descriptors are free.
     """
-    # libzmq ends the process where the kernel refuses one to a thread. It leaves a gap that this cannot close: another
-    # thread of the process may take them before zmq does.
+    # libzmq ends the process if the kernel refuses a descriptor to one of its threads. One gap remains:
+    # another thread of this process may take the free descriptors between this check and zmq.
     check_spare(_SPARE_DESCRIPTORS + 2 * io_threads, "lets zmq connect hosts")
     return zmq.Context(io_threads=io_threads)
 

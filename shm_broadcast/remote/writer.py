@@ -41,7 +41,7 @@ _MOST_IO_THREADS: Final = 4
 _BATCH: Final = 256
 _PAUSE_S: Final = 0.001
 
-# How the two frames of a record are sent: the name of its connection, and what zmq owns already.
+# How a record's two frames are sent: the name of its connection, and content that zmq owns already.
 _FLAGS: Final = (int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK))
 _COPIES: Final = (True, False)
 
@@ -69,7 +69,7 @@ class RemoteWriter(RemoteEnd):
         self._is_ended = False  # END was sent, and no part can follow
         self._farewell_s = remote.lost_after_s  # how long `close` waits for the readers
         self._ledger = Ledger(readers, remote.high_water_bytes)
-        # The parts of a message that goes to the readers on the writer's host first, and how many messages those have.
+        # The parts of a message that the local readers get first, and a function that counts their messages.
         self._ready: list[Part] = []
         self._written: Callable[[], int] = _nothing_written
         self._is_waiting = False
@@ -187,7 +187,7 @@ class RemoteWriter(RemoteEnd):
                 self._close()
 
     def _send_ready(self) -> None:
-        """Do so; the caller holds the lock. What a signal handler interrupts here can be done again."""
+        """Do as `complete` does; the caller holds the lock, and can repeat what a handler interrupts."""
         parts = self._ready
         if not parts or self._is_ended or self._written() < parts[-1].messages:
             return
@@ -375,8 +375,8 @@ class RemoteWriter(RemoteEnd):
     def _say(self, route: bytes, frame: zmq.Frame) -> bool:
         """Queue a record for one connection; return whether the connection exists."""
         if self._is_cut:
-            # What is sent next would be taken for the second half of a record of which only the first was sent. An
-            # empty half ends it, which the reader drops. If the record is whole, zmq drops the empty frame itself.
+            # If only a record's first frame was sent, zmq takes the next one for its second. An empty frame
+            # ends that record, and the reader drops it. If it was whole, zmq drops the empty frame itself.
             self._send(b"", zmq.NOBLOCK, True)
         # zmq looks for signals behind each half, and a handler may raise there.
         self._is_cut = True
@@ -429,7 +429,7 @@ class RemoteWriter(RemoteEnd):
             self._news.tell()
         elif record.kind == Kind.AGAIN:
             if record.first == link.ask:
-                # Another one is obeyed once the reader has read what it gets now.
+                # The next demand must repeat a number that the reader gets after all that is resent now.
                 link.ask = secrets.randbits(63) + 1
                 self._send_after(link, record.second)
         elif record.kind == Kind.BYE:
@@ -512,7 +512,7 @@ class RemoteWriter(RemoteEnd):
         self._is_closed = True
 
     def _send_end(self) -> None:
-        """Send what the local readers have, and then END; nothing if the thread is to end, which comes after that."""
+        """Send what the local readers have, then END, unless the thread is to stop: END precedes that."""
         with self._lock:
             if self._is_stopping:
                 return

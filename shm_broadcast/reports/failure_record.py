@@ -47,9 +47,9 @@ def failure_of(
 ) -> FailureRecord:
     """Return the record of `error`, which ends the call `what` of `rank` and with it the group.
 
-    What is no `CommError` has interrupted the rank, as Ctrl-C does. `describe` is asked for the text of the ranks at
-    fault. `within_s` is the deadline that has passed, in seconds. Where it is not known, the record holds the text of
-    the time-out only.
+    An error that is no `CommError`, such as that of Ctrl-C, has interrupted the rank. `describe` returns the
+    text on the ranks at fault. `within_s` is the deadline that has passed, in seconds; if it is not known,
+    the record holds only the text of the time-out.
     """
     if isinstance(error, CommTimeoutError) and error.missing and within_s:
         return FailureRecord("timeout", error.missing, rank, what, within_s, describe(error.missing))

@@ -33,7 +33,7 @@ _DATA, _ENDED = 1, 2
 
 
 class NestedCallError(UsageError):
-    """A call inside of another one of the same thread, named as that; who knows its own name says it.
+    """This thread is inside of another call, which the text names; methods put their own name in its place.
 
     Attributes:
         why: What keeps the call out.
@@ -89,7 +89,7 @@ class RingReader(RingEnd):
                 within_ns = nanoseconds(timeout_s)
                 until_ns = time.monotonic_ns() + within_ns
                 endpoint.fetch(within_ns, until_ns)
-            # A signal handler that runs here may read the message, or raise; then it stays for the next call.
+            # A handler that runs here may read the message, or raise and leave it for the next call.
             while (value := endpoint.message) is _core.NOTHING:
                 endpoint.fetch(within_ns, until_ns)
         except NestedCallError as error:
@@ -99,7 +99,7 @@ class RingReader(RingEnd):
         try:
             return codec.convert(value, type_)
         except BaseException as error:
-            # A message that is not of the type is gone; but not one whose conversion a handler has interrupted.
+            # A message of another type is dropped; one whose conversion a handler interrupts is put back.
             if not isinstance(error, DecodeError) or raised_by_handler(error):
                 endpoint.message = value
             raise
@@ -186,8 +186,8 @@ class RingReader(RingEnd):
         """Take the next object on loan.
 
         Returns:
-            What stands for the loan, which ends when this is let go; the object, and the length of its message. If the
-            message comes in parts, the loan has ended, and the object is `NOTHING`.
+            (handle, object, length of its message). The loan ends when the handle is released. If the message
+            comes in parts, the loan has ended already, and the object is `NOTHING`.
         """
         endpoint, memory = self.endpoint, self._memory
         before, after, self._call = self._call, self.call, "loan"
@@ -208,7 +208,7 @@ class RingReader(RingEnd):
             try:
                 return hold, codec.decode(memoryview(window), copy=False), len(window)
             except Exception as error:
-                # The message is dropped. After anything else, as Ctrl-C, it stays the next one.
+                # An undecodable message is dropped. After a handler's exception it stays the next one.
                 taken = 0 if raised_by_handler(error) else len(window)
                 raise
         except BaseException:
@@ -263,7 +263,7 @@ class RingReader(RingEnd):
         self.check("dequeue_any")
         if self.endpoint.is_busy:
             try:
-                # Refused where this thread is inside of a call, which would have the next message.
+                # Raises if this very thread is inside of a call: the next message belongs to that call.
                 self.endpoint.fetch_within(0, 0)
             except NestedCallError as error:
                 raise UsageError(f"{self._where('dequeue_any')}: {error.why}") from None

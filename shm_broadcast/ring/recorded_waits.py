@@ -1,4 +1,4 @@
-"""Write down what a call on a ring waits for, if this process keeps a record: for a look at it when all have ended."""
+"""Write down what a call on a ring waits for, if this process keeps a record that outlives all processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shm_broadcast.status.page import OwnPage
 
 __all__ = ["RecordedWaits"]
 
-# Who polls with a short deadline must not write all the time.
+# One wait is written at most once in this many seconds: callers may poll with short deadlines.
 _EVERY_S: Final = 1.0
 
 
@@ -52,13 +52,13 @@ class RecordedWaits:
     def write(self, messages: int, place: int, others: Mapping[int, int], error: str = "") -> None:
         """Write down who is at the other ends, and how far all are.
 
-        A reader that waits for work tells something only if the writer is stopped, has ended, or has no room, as
-        another reader is behind.
+        The wait of a reader is written only if the writer is stopped, has ended, or has no room because
+        another reader is behind: otherwise the reader may just be idle.
 
         Args:
-            messages: That the end has passed.
-            place: Of the end among the readers, or -1 for the writer.
-            others: The ranks at the other ends that it watches, by place.
+            messages: Number of messages that this end has passed.
+            place: Place of this end among the readers, or -1 for the writer.
+            others: The ranks at the other ends that this end watches, by place.
             error: Class of the error in which the wait ends; empty if it goes on.
         """
         dumps = self._page.dumps
@@ -75,7 +75,7 @@ class RecordedWaits:
             return
         self._messages, self._next_s = messages, time.monotonic() + _EVERY_S
         ends.append(_end(place, "alive", this_process()))
-        # The ranks of a queue whose writer has none may be numbered by others.
+        # A reader leaves the ranks out if the writer has none: the readers' numbers may not be ranks of the world then.
         ranks = self._ranks if place < 0 or others.get(-1, -1) >= 0 else ()
         dumps.write_wait(self._name, place, queue, error, ends, ranks)
 

@@ -65,7 +65,7 @@ class ReadSignal:
             return
         _signals.add(self)
         if not self._owner:
-            # One that was started by an interrupted call serves; another one then ends at once.
+            # If a thread that an interrupted call has started serves already, this one ends at once.
             thread = DaemonThread(_serve, "group-coordinator-fileno", (self,))
             self._threads.append(thread)
             thread.start()

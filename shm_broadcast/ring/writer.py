@@ -87,7 +87,7 @@ class RingEnd(ABC):
         self._settings = settings
         self.warns = True
         self.guard: QueueGuard | None = None
-        # What every log record of this end says; who knows the rank or the owner adds it.
+        # Fields of every log record of this end. The code that knows its rank or owner adds them.
         self.fields: LogFields = log_fields(queue=name)
         self._closing = False
         # Held by the thread that closes this end. A signal handler on that thread may close it in between.
@@ -277,8 +277,8 @@ class RingEnd(ABC):
             return
         with self._closer:
             self._closing = True
-            # Close the endpoint first: ending the ring wakes a waiting thread, whose next call must find it closed.
-            # Behind the close of a writer's, no thread publishes a record, which not all readers would see.
+            # Close the endpoint first: ending the ring wakes waiting threads, which must then find it closed.
+            # Once a writer's endpoint is closed, no thread publishes a record, which some readers would miss.
             self.endpoint.close(partial(_refuse, self._where(self.call), self._forks, self.guard, self.call))
             memory = self._memory
             if memory is not _NOTHING:

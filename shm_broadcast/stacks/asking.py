@@ -1,8 +1,8 @@
 """Ask processes of this host for their Python stacks, which they write by `offered.py`.
 
-A process is sent the signal only if the page of that very process says that it writes its stacks then, and if the
-kernel says that it has a handler: without one, the signal would end it. Whoever asks a process holds a lock on its
-memory meanwhile, so that two that ask at once get whole texts.
+A process is sent the signal only if its own status page announces that signal, and if the kernel says that it
+has a handler: without one, the signal would end it. The asking process holds a lock on the other one's memory
+meanwhile, so that two processes that ask at once both get whole texts.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ WITHIN_S: Final = 0.5
 """How long all asks together wait for the texts."""
 
 TEXT_BYTES: Final = 32 << 10
-"""How much of a process's text is read. The frames come first that were called last."""
+"""How much of a process's text is read. The innermost frames come first."""
 
-# Nobody is asked with less room than this, so that no write of the handler fails and no text is cut there. A stack of
-# 100 frames takes about 10 KB.
+# A process with less free room than this is not asked, so that no write of its handler fails and no text is
+# cut there. A stack of 100 frames takes about 10 KB.
 _ROOM_BYTES: Final = 128 << 10
 
 # How often it looks whether a text is complete. Most are written within a millisecond.
 _LOOK_S: Final = 0.002
 
-# The kernel gives the signal to another thread if the main thread has one pending. That may be none of Python's, which
-# writes nothing: the signal is sent again after this long.
+# If the main thread has a signal pending, the kernel gives this one to another thread. A thread that is not
+# one of Python's writes nothing, so the signal is sent again after this time.
 _AGAIN_S: Final = 0.1
 
 _LINK: Final = "/memfd:"
@@ -155,7 +155,7 @@ class _Question:
         try:
             self._check_state()
             keep_pidfd(process.pid, vars(self), "_pidfd")
-            # From here on the pidfd is this process, or its number was used again before: then the start differs.
+            # The pidfd is of this process, unless its number was used again before: then the start differs.
             self._check_state()
             self._number, self._place = self._find()
             self._memory = os.open(self._folder / "fd" / self._place, os.O_RDONLY | os.O_CLOEXEC)
@@ -256,7 +256,7 @@ class _Question:
                     f"no stack of thread {name}: pidfd_open: {error.strerror} (it needs Linux 6.9)"
                 )
                 continue
-            # The number may be that of a thread of another process by now; it cannot become one later.
+            # The number may be another process's thread by now. The thread behind the pidfd stays the same.
             if not (self._folder / "task" / name).exists():
                 continue
             self._start = self._position()
@@ -304,7 +304,7 @@ class _Question:
             return ""  # closed meanwhile
 
     def _writes(self, name: str) -> bool:
-        """Return whether the process may write a descriptor; what it has opened to ask others it may only read."""
+        """Return whether the process may write to a descriptor; those opened to ask others are read-only."""
         try:
             text = read_text(self._folder / "fdinfo" / name)
         except FileNotFoundError:
@@ -341,7 +341,7 @@ class _Question:
         return int(text.partition("pos:")[2].split()[0])
 
     def _blocking(self) -> frozenset[str]:
-        """Return the threads that block the signal: that which handles it does so until the handler ends."""
+        """Return the threads that block the signal; one that handles it blocks it until the handler ends."""
         found = set()
         for thread in os.listdir(self._folder / "task"):
             try:

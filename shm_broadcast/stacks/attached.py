@@ -15,7 +15,7 @@ __all__ = ["QueueStacks", "ask_members", "ask_missing", "attach"]
 # A queue's time-out of less than a second is part of a loop that polls.
 _LEAST_S: Final = 1.0
 
-# A note holds this many bytes of each rank that is missing, of so many ranks.
+# A note holds this many bytes of the stacks of each missing rank, for at most this many ranks.
 _NOTE_BYTES: Final = 4096
 _NOTE_RANKS: Final = 4
 
@@ -53,7 +53,7 @@ def ask_members(judgement: _Judgement, own: int, members: Sequence[int], watch: 
 def ask_missing(
     missing: Collection[int], own: int, members: Sequence[int], watch: PeerWatch
 ) -> dict[int, str]:
-    """Return the stacks of the ranks of a group whose creation timed out; nothing if nobody knows who is missing.
+    """Return the stacks of the ranks of a group whose creation timed out; nothing if all missing are unknown.
 
     The rank that lists who is `missing` asks, and the others have read that list. Blocks as `ask_members`.
 
@@ -98,10 +98,10 @@ def _noted(rank: int, text: str) -> str:
 
 
 class QueueStacks:
-    """Asks at the time-outs of one end of a queue, after which the queue stays usable: once for each message.
+    """Asks for stacks when a call on one end of a queue times out, at most once for each message.
 
-    A queue that is idle is no hang, and who reads it in a loop must not send a signal to its writer each time. For the
-    same reason half of each process's memory is left for groups.
+    The queue stays usable, and an idle queue is no hang: a loop that reads it must not send a signal to its
+    writer each time. For the same reason half of each process's memory is left for groups.
     """
 
     def __init__(self) -> None:

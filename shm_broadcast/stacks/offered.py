@@ -38,7 +38,7 @@ NBYTES: Final = 1 << 20
 HEADER_BYTES: Final = 256
 """The memory begins with the ids of the threads besides the main thread, separated by blanks."""
 
-# As many fit there, the newest.
+# At most this many ids stand there, those of the newest threads.
 _MOST_THREADS: Final = 24
 
 _SIG_DFL: Final = 0
@@ -62,8 +62,8 @@ def offered_signal() -> int:
 def offer_stacks(number: int) -> None:
     """Write this process's stacks on a signal from now on, until the process ends. Each new group calls this.
 
-    Once the process does so, a further call makes the memory empty again, which earlier stacks may have filled; with 0
-    it does nothing else either.
+    If the process does so already, a further call names the calling thread to those that ask, and empties the
+    memory, which earlier stacks may have filled. This also holds for a call with 0.
 
     Args:
         number: A real-time signal; 0 for a group that asks for no stacks.
@@ -94,11 +94,11 @@ def offer_stacks(number: int) -> None:
         try:
             _name_thread(descriptor)
             os.lseek(descriptor, HEADER_BYTES, os.SEEK_SET)
-            # What faulthandler puts back when the interpreter ends: an ask that comes late must not kill the process.
+            # faulthandler restores this when the interpreter ends: a late signal must not kill the process.
             _set_action(number, _SIG_IGN)
             # A thread writes its own frames only: the list of all threads may change while it is walked.
             faulthandler.register(number, file=descriptor, all_threads=False, chain=False)
-            # It changes `errno` (Python 3.11): code that is interrupted behind a failed call would read another reason.
+            # The handler changes `errno` (Python 3.11), which code interrupted after a failed call reads.
             _core.keep_errno(number)
         except BaseException:
             faulthandler.unregister(number)

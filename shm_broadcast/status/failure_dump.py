@@ -78,14 +78,14 @@ class Broken(Protocol):
 
 
 class QueueDump(msgspec.Struct, frozen=True):
-    """The words of one ring, twice, one copy after the other.
+    """The words of one ring, copied twice, one copy after the other.
 
     Attributes:
-        inode: Of its memory.
-        offset: In it.
+        inode: Inode of the memory that holds the ring.
+        offset: Where the ring begins in that memory.
         room: Bytes of the memory from there on.
         first: The first copy.
-        second: The second.
+        second: The second copy.
     """
 
     inode: int
@@ -127,13 +127,13 @@ class FailureDump(msgspec.Struct, frozen=True):
         text: Its text, if it is one of ours.
         others: State of the other ranks' processes, by rank: "alive", "stopped", "dead" or "unknown".
         monotonic_ns: CLOCK_MONOTONIC.
-        page: The status page, as `_core.status_copy` returns it; empty if a call waits for a queue: the page goes on.
-        queues: Its queues; none of which there would be too many.
-        kind: Of the failure record, as all that follows; empty if there is none.
+        page: The status page, as `_core.status_copy` returns it; empty for a wait: the page stays in use.
+        queues: The rings of its queues, as long as there is room for them.
+        kind: From the failure record, as the fields up to `detail`; empty if there is none.
         ranks: Ranks at fault.
-        by: Who found it.
-        operation: In which call.
-        within_s: Deadline of that, or 0.
+        by: The rank that found the failure.
+        operation: The call in which it found the failure.
+        within_s: Deadline of that call, or 0.
         detail: What is known of the ranks at fault.
         queue: The queue for which a call waits; empty if a group broke.
         place: This process's place among the readers of that queue, or -1 for the writer.
@@ -174,7 +174,7 @@ class Dumps:
         self._written = 0
         # Groups that broke and are still there: what breaks beside them belongs to the same failure.
         self._broken: set[str] = set()
-        # Not waited for: another thread's failure is told in its own dump.
+        # Never waited for: the thread that holds it is writing the dump of its own failure.
         self._lock = threading.Lock()
         self._waits_lock = threading.Lock()
 
@@ -292,7 +292,7 @@ class Dumps:
         )
 
     def _write(self, dump: FailureDump, number: int) -> Path:
-        """Write a file under another name first: who finds a dump finds a whole one."""
+        """Write the file under another name first, so that a dump that is found is always whole."""
         path = self._path(number)
         unfinished = path.with_name(f".{path.name}")
         try:

@@ -29,7 +29,7 @@ KINDS: Final = (
 """The name of each kind, by its number. There are at most 63; see `OTHER`."""
 
 ALGORITHMS: Final = {1: "one-shot", 2: "two-shot"}
-"""What the number of a kind also tells of the algorithm."""
+"""The algorithm that the number of a kind implies, if it implies one."""
 
 REFUSED: Final = KINDS.index("refused")
 OTHER: Final = 63

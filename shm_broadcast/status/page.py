@@ -84,7 +84,7 @@ class OwnPage:
         self._set_words()
 
     def take_words(self, before: OwnPage) -> None:
-        """State what a page states that this process has made before."""
+        """Take over the words of an earlier page of this process."""
         self._rank, self._world_size = before._rank, before._world_size
         self.set_stack_signal(before._stack_signal)
 

@@ -1,9 +1,9 @@
 """Keep the status page of a process in a file, so that it survives the death of all ranks.
 
-A record directory holds one folder for each run, and that one file for each process and the dumps of those whose
-groups broke. Nobody else may reach into either, so that a file needs no seal: who could truncate it, and so end its
-process with SIGBUS, could also kill the process. Others read it and do not map it, since root may look at the files of
-any user. The pages are allocated when the file is made.
+A record directory holds one folder for each run. The folder holds one file for each process, and the dumps of
+the processes whose groups broke. No other user may reach into either, so a file needs no seal: whoever could
+truncate it, and so end its process with SIGBUS, could also kill the process. Readers do not map the file,
+since root may look at the files of any user. The file's pages are allocated when it is made.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RunFolder:
     """
 
     def __init__(self, directory: Path, run: str, stem: str) -> None:
-        """Make the folder, and remove those of older runs than the newest `KEPT_RUNS`, but for this one.
+        """Make the folder, and remove those of old runs: all but the newest `KEPT_RUNS` and this one.
 
         Args:
             directory: The record directory; it is made if it is not there.
@@ -158,7 +158,7 @@ def _refused(path: Path, error: OSError) -> CapabilityError | SettingsError:
 
 
 def _make_private(directory: Path) -> None:
-    """Make a directory that only this user reaches, or check that one."""
+    """Make a directory that only this user can reach, or check that an existing one is private."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()

@@ -1,4 +1,4 @@
-"""Show in the status page what a group's calls do that are not made in native code as a whole."""
+"""Show in the status page what those calls of a group do that are not made wholly in native code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from shm_broadcast.status.page import GroupStatus, own_page
 __all__ = ["WAITS", "ShownCalls", "StatusLane"]
 
 WAITS: Final = " waits"
-"""How the name of the plane of a lane of waits ends; a call that waits there is shown in the lane of its plane too."""
+"""The end of the name of a lane that shows waits only. A numbered call that waits there is shown in the lane of its
+plane too; a call between two ranks is shown nowhere else."""
 
 _WAITING: Final = "waiting"
 
@@ -78,7 +79,7 @@ class ShownCalls:
         self._idle: defaultdict[str, list[StatusLane]] = defaultdict(list)
 
     def carry(self, plane: str, algorithm: str) -> None:
-        """Show `algorithm` for the collectives of `plane`, of which none has been made yet, and not a process group."""
+        """Show `algorithm` for the collectives of `plane`, not "process group"; for use before the first."""
         self.lanes.algorithms[plane] = algorithm
 
     def native_lane(self, plane: str, algorithm: str) -> StatusLane:
@@ -102,9 +103,9 @@ class ShownCalls:
     ) -> None:
         """Call `wait(call, work, timeout_s)`, and show meanwhile that this rank waits for the ranks `work.pending()`.
 
-        A collective has the lane of its plane. A call between two ranks is shown only if it waits, and so is a wait
-        for calls that are queued on a device. What has come is not lost if a signal handler raises behind the wait:
-        whoever waits keeps it.
+        A collective has the lane of its plane. A call between two ranks is shown only while it waits, and so
+        is a wait for calls that are queued on a device. If a signal handler raises after the wait, what has
+        come is not lost: the waiting caller keeps it.
         """
         plane, number = call.plane, call.number
         lane = None

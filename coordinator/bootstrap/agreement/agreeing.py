@@ -55,15 +55,15 @@ from shm_broadcast.stacks.attached import ask_missing, attach
 
 # A waiting rank asks at this interval who else has come on its kernel, so that it can watch them.
 LOOK_EVERY_S: Final = 1.0
-# After a failure a rank keeps the store alive at most this long, so that the others can read the outcome. The last rank
-# to come gets this long behind a deadline to write it.
+# After a failure a rank keeps the store alive at most this long, so that the others can read the outcome.
+# After a deadline, the last rank to come gets this long to write the outcome.
 LINGER_S: Final = 1.0
-# Where another process serves the store, the others only have to read why this rank takes no part before it may end,
-# which they would find first; its own error has to come within a second.
+# How long a rank that takes no part lives on if another process serves the store: the others must read its
+# reason before they find that it has ended, and its own error must come within a second.
 _DECLINED_S: Final = 0.5
-# The first pause between two looks at how many have read a failure, of which each is twice as long as the one before:
-# this long, or longer in a large group, for the store takes about 6 us for an answer and gets one question of each rank
-# in a pause. In `LINGER_S` a rank looks six times at most.
+# The first pause between two looks at how many ranks have read a failure; each pause is twice the one before.
+# It is longer in large groups, because each rank asks once per pause and the store takes about 6 us for an
+# answer. Within `LINGER_S` a rank looks six times at most.
 TOLD_PAUSE_S: Final = 0.02
 TOLD_PAUSE_PER_RANK_S: Final = 50e-6
 # How long a call that ends early waits for its thread: a store that answers does so within some milliseconds.
@@ -216,8 +216,8 @@ class _Agreement:
     _check_store: Callable[[], None]
     # Why this rank cannot watch processes.
     _refusal: CapabilityError | None
-    # Holds whether the others may have seen this rank, once that is decided: by the thread that joins, or by the caller
-    # that leaves. Of two that set one key of a dict by default the first counts, and no handler can strike within that.
+    # Whether the others may have seen this rank, once that is decided by the thread that joins or by the
+    # caller that leaves. The first `setdefault` of the key wins, and no signal handler can interrupt it.
     _joins: dict[str, bool] = dataclasses.field(default_factory=dict)
     _started: float = dataclasses.field(default_factory=time.monotonic)
     _next_look_s: float = LOOK_EVERY_S
@@ -237,11 +237,11 @@ class _Agreement:
         self._mates = PeerWatch(self._view.process, {})
 
     def close(self) -> None:
-        """Watch nobody any more, and let the other thread end, which joins no more. Waits shortly for that."""
+        """Stop watching, and let the other thread end without joining. Waits up to `_SETTLE_S` for that."""
         self._joins.setdefault("joins", False)
         self._over.set()
         if self._has_begun:
-            # Whoever leaves the world next removes its file, and torch looks for that until its deadline.
+            # A rank that leaves the world next removes its file, which torch would seek until its deadline.
             self._has_ended.wait(_SETTLE_S)
         self._mates.close()
 
@@ -278,7 +278,7 @@ class _Agreement:
     def _complete(self, store: dist.Store, attendance: Attendance) -> Outcome:
         """Write that all have come with the same facts, unless there is an outcome; return the one that counts.
 
-        If one of them cannot watch the others, that is the outcome: all raise for it now, and wait for it nowhere.
+        If a rank cannot watch the others, its refusal is the outcome: all raise now, and nobody waits later.
         """
         views = attendance.views(self._ranks)
         rank = unable(views)
@@ -289,10 +289,10 @@ class _Agreement:
     def _await_outcome(self, store: dist.Store) -> None:
         """Return once there is an outcome; a failure comes as one too."""
         if not is_local(store):
-            # `check` has raised before this ends without one.
+            # `check`, on the caller's thread, raises before this wait can time out.
             store.wait([outcomes.KEY], timedelta(seconds=self._hung_after_s + ANSWER_S))
             return
-        # A file that was removed, because this rank has left, would keep torch's wait until its deadline.
+        # Poll a file: if it is removed because this rank left, torch's own wait would last to its deadline.
         start = time.monotonic()
         while not store.check([outcomes.KEY]):
             if self._over.wait(pause_after(time.monotonic() - start)):
@@ -363,7 +363,7 @@ class _Agreement:
         digest = _digest_of(self._view)
         proposal = outcomes.propose(store, self._rank, digest)
         is_alike = proposal.digest == digest
-        # Only those who propose or contradict show their facts: with the ranks of all groups they may be long.
+        # Only the first rank and those that contradict it publish facts: these list the ranks of all groups.
         if proposal.rank == self._rank or not is_alike:
             outcomes.show_facts(store, digest, self._view.facts)
         taken = attendance.claim(msgspec.structs.replace(self._view, digest=digest))
@@ -418,8 +418,8 @@ class _Agreement:
     def _give_up(self) -> None:
         """Write who is missing, if this rank is the first one whose deadline has passed.
 
-        If that one dies meanwhile, the first one of the next second does it. If nobody is missing, the last rank to
-        come has died before it wrote the outcome, which this one then does.
+        If that rank dies meanwhile, the first rank that asks in the next second does it. If nobody is
+        missing, the last rank to come has died before it wrote the outcome, so this rank writes it.
         """
         late_s = time.monotonic() - self._started - self._timeout_s
         second = int(late_s / LINGER_S)

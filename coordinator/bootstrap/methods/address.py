@@ -90,7 +90,7 @@ def meet_at_rank_0(
 ) -> Rendezvous:
     """Return a store that rank 0 serves at this address, and which this rank has not left before.
 
-    The keys of a `run` that has a name are below that.
+    If `run` is not empty, it prefixes all keys.
     """
     end = time.monotonic() + settings.create_timeout_s
     place = place_of(settings, f"{run} {host}:{port}".lstrip(), rank, world_size)

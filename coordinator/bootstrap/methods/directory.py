@@ -13,10 +13,11 @@ make a directory of our own, whose name is that of the file and a suffix; the fi
 Each process opens the store through its own hard link and removes the link when it leaves. A FileStore's destructor,
 which runs whenever the object is collected, checks that its file exists and then opens it to record its exit. If the
 file is removed between the two steps, the destructor waits five minutes for it while holding the interpreter lock. A
-question makes the file anew, or waits as long for its directory. So whoever leaves waits for questions first.
+query creates the file anew, or waits as long if its directory is gone. So a process that leaves first waits
+for its queries to end.
 
-The name of a link says which process has made it. So the last one to leave is known also if others were killed, and a
-process that joins a run later removes the links of those.
+The name of a link says which process made it. So the last process to leave is known even if others were
+killed, and a process that joins a run later removes the links of killed processes.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class DirectoryRendezvous:
                 raise FileNotFoundError(errno.ENOENT, "the generation has no readable owner file")
             self._link_store(generation)
             if self._follow() != generation:
-                # The last process to leave looks for links once more behind it: either that one or this one removes it.
+                # The last process to leave looks for links again after it has removed the pointer: either it
+                # or this process removes the generation.
                 self._let_go(generation)
                 raise FileNotFoundError(errno.ENOENT, "the last process has just left the generation")
             if all(_has_ended(process) for link, process in _links(generation) if link != self._link):
@@ -305,7 +307,7 @@ class DirectoryRendezvous:
             return
         self._remove_pointer(generation)
         if _is_used(generation):
-            return  # a process that joins has come before: it finds no pointer, and lets go in its turn
+            return  # a joining process has linked it meanwhile: it finds no pointer and lets go itself
         shutil.rmtree(generation, ignore_errors=True)
         if owner.made_directory:
             with contextlib.suppress(OSError):  # another run is using it

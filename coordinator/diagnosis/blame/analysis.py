@@ -29,7 +29,7 @@ _MOST_RANKS: Final = 1 << 16
 def judge(evidence: Evidence) -> Verdict:
     """Return who is at fault, and what was not seen.
 
-    If processes went on after a failure, that one counts only where nothing tells of a later one.
+    A failure after which processes went on counts only if the evidence shows no later one.
     """
     verdict = _judge(evidence)
     if evidence.earlier is not None and all(found.rule == "straggler" for found in verdict.findings):
@@ -57,7 +57,7 @@ def _judge(evidence: Evidence) -> Verdict:
         found += rule()
         if found:
             break
-    # Who has ended for another reason, or where nobody misses it, is told behind the cause.
+    # Processes that ended for another reason, or that nobody misses, are named after the cause.
     found += _dead(job, graph, others)
     groups = sorted({group.name for group in job.groups.values()})
     processes = f"{len(job.processes)} process{'es' * (len(job.processes) != 1)}"

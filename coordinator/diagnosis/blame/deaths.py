@@ -24,7 +24,7 @@ def deaths(job: Job, graph: WaitGraph) -> tuple[Reasons, Reasons]:
         if process.state == "dead" and not _has_left_all(job, node):
             dead.setdefault(node, [])
     waited_for = {edge.target for edges in graph.edges.values() for edge in edges}
-    # Its own interruption is the failure that an interrupted rank has seen.
+    # What an interrupted rank has seen may be its own interruption, so it counts as a cause all the same.
     interrupted = {
         other
         for node, failure in job.failures()

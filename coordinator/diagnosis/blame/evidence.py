@@ -50,8 +50,9 @@ class Process(msgspec.Struct, frozen=True):
         now_ns: CLOCK_MONOTONIC of its host at the look; 0 if that is not known.
         failures: What broke its groups, in the order in which they broke.
         others: Which states it saw its groups' processes in when the first of them broke, by group and rank.
-        settling: Lanes, as (group, `created_ns` of the group, place among its lanes), whose call has begun only just:
-            no wait yet. Groups of a world that was joined again, maybe with other ranks, have the same names.
+        settling: Lanes whose call has only just begun, and is no wait yet, as (group, `created_ns` of the
+            group, place among its lanes). The time tells groups apart whose world was joined again, maybe
+            with other ranks, since these have the same names.
     """
 
     page: Page

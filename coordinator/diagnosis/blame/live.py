@@ -56,9 +56,9 @@ def look_at_jobs(pids: Iterable[int], waiting_s: float) -> tuple[Evidence, ...]:
 def jobs_of(seen: Iterable[Seen]) -> list[list[Seen]]:
     """Return the processes with groups or queues, by their jobs.
 
-    The ranks of a group keep each other's pages. Others that have pages open, as whoever reads them does, have no group
-    in common with their owners, and join no jobs. Who has no group, as the core of an engine, belongs to each job with
-    which it has a queue.
+    The ranks of a group keep each other's pages. Other processes that have pages open, such as readers of
+    pages, have no group in common with the owners, and connect no jobs. A process without a group, such as
+    the core of an engine, belongs to each job with which it has a queue.
     """
     seen = list(seen)
     jobs: list[list[Seen]] = []
@@ -124,13 +124,13 @@ def evidence_of(before: Sample, now: Sample, seen: Sequence[Seen], waiting_s: fl
     unseen = [f"page of process {pid}: {fault}" for pid, fault in sorted(now.faults.items())]
     if now.refused:
         unseen.append(f"processes whose descriptors this one may not read: {len(now.refused)}")
-    # A member without a page may live in another container, as others do of which pages are here.
+    # If a page belongs to another container, a member without a page may live in another container too.
     is_all_seen = not now.refused and not now.faults and not any(each.is_foreign for each in seen)
     return Evidence(processes, rings, _ended(processes) if is_all_seen else {}, tuple(unseen))
 
 
 def _waited(before: Ring, now: Ring, until_ns: float) -> Ring:
-    """Return what a queue is now, with the waits that it had before too.
+    """Return the queue as it is now, with only those waits that it had at the look before too.
 
     A reader waits for work only if nothing was published since `until_ns`.
     """
@@ -158,7 +158,7 @@ def _process(
         if not _is_wait(lane, begun.get((seen.page.pid, seen.page.start_ticks, place)), now_ns, waiting_s)
     )
     state = _state(seen)
-    # A debugger or a profiler stops a process for a moment.
+    # Stopped in one of two looks does not count: a debugger or a profiler stops a process for a moment.
     if state == "stopped" and (seen.page.pid, seen.page.start_ticks) not in stopped:
         state = "alive"
     return Process(seen.page, "live", state, now_ns, settling=settling)
@@ -190,7 +190,7 @@ def _ended(processes: tuple[Process, ...]) -> dict[int, str]:
     there = {process.page.rank for process in processes}
     for process in processes:
         for group in process.page.groups:
-            # Memory of these names is that of the whole group, and not of those of its ranks that are on one host.
+            # A plane with such a name is in memory of the whole group, not of its ranks on one host only.
             if group.state == "left" or not any(lane.plane.startswith("shared") for lane in group.lanes):
                 continue
             places = {

@@ -196,7 +196,7 @@ class Job:
         if not key.carrier:
             return found
         hosts = {self.processes[node].page.boot_id for node in found if node >= 0}
-        # Who was not seen is on this host if all others are.
+        # A member that was not seen is taken to be on this host if all others are.
         return [
             node
             for node in found
@@ -387,7 +387,7 @@ def _positions(process: Process, records: Mapping[LaneKey, Mapping[int, Record]]
                 continue
             record = records.get(key, {}).get(lane.number)
             outcome = "" if goes_on or record is None else record.outcome
-            # Who has left a group waits for nobody in it, and may have others by now.
+            # A process that has left a group waits for nobody in it, and may be in other groups by now.
             is_blocked = group.state != "left" and (outcome == "failed" or (goes_on and not is_settling))
             found[key] = Position(lane, lane.number, lane if is_blocked else None, outcome)
     return found

@@ -26,7 +26,7 @@ from shm_broadcast.status.record_file import DUMP_SUFFIX, PAGE_SUFFIX, runs_in
 
 __all__ = ["read_dump", "read_run", "run_folders"]
 
-# Sorts what a process waits for, which has the number 0, before its dumps.
+# Sort key of a process's record of a wait, whose file has the number 0: it must come before the dumps.
 _WAIT: Final = 1000
 
 _STEM: Final = re.compile(rf"(.+?)(?:-([0-9]{{1,3}}))?(?:{re.escape(DUMP_SUFFIX)}|{re.escape(PAGE_SUFFIX)})")
@@ -228,7 +228,7 @@ def _process_of(dump: FailureDump) -> Process:
 def _state_now(page: Page) -> ProcessState:
     """Return what the process of a page does now, if it is one of this host that has not ended.
 
-    That it has ended tells nothing: so have all others by now.
+    That it has ended tells nothing: by now all others have ended too.
     """
     own = this_process()
     if (page.boot_id, page.pid_namespace) != (own.boot_id, own.pid_namespace):

@@ -1,4 +1,4 @@
-"""Turn what a process has written down of a queue, for which it waited, into evidence."""
+"""Turn what a process has recorded of a queue for which it waited into evidence."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _known(dump: FailureDump, processes: Sequence[Process]) -> dict[int, int]:
 
 
 def _waited(ring: Ring, place: int) -> Ring:
-    """Return the queue with the wait of the process that has written it down; it is awake while it writes."""
+    """Return the queue with the wait of the process that recorded it, which was awake while it wrote."""
     if place < 0:
         return msgspec.structs.replace(ring, writer_waits=True)
     readers = (

@@ -64,7 +64,10 @@ class WaitGraph:
     """
 
     def __init__(self, job: Job) -> None:
-        """Build the graph. Who is stopped waits for nobody, and neither does who died before its group had broken."""
+        """Build the graph.
+
+        A stopped process waits for nobody, nor does one that died before its group broke.
+        """
         self._job = job
         self.edges: dict[Node, list[Edge]] = {}
         self._absolved = _absolved(job)
@@ -110,10 +113,10 @@ class WaitGraph:
         return found
 
     def _premature(self) -> Iterator[Edge]:
-        """Return the waits for work of readers that have left a call out.
+        """Return waits for work that do not count, because the reader has left a call out.
 
-        Another reader of that queue has the same messages and waits in a call for this one, and the writer waits for
-        that other reader: it cannot write the work that this one waits for.
+        Another reader of the same queue got the same messages and waits in a call for this reader, and the
+        writer waits for that other reader. So the writer cannot write the work for which this reader waits.
         """
         for ring in self._job.rings:
             writer = self._job.end_of(ring.rank, ring.pid)
@@ -197,7 +200,7 @@ class WaitGraph:
 
 
 def _may_wait(process: Process) -> bool:
-    """Return whether what a process waited for tells something: it waits, or has ended because it had waited."""
+    """Return whether the waits of a process count: it runs, or it ended after one of its groups broke."""
     if process.state == "dead":
         return any(group.state == "broken" for group in process.page.groups)
     return process.state != "stopped"
@@ -229,7 +232,7 @@ def _pairs(job: Job, node: Node) -> Iterator[Edge]:
 def _awaited(job: Job, node: Node, wait: Wait) -> list[Node]:
     if wait.place is not None:
         return [job.member(wait.group, wait.place)] if wait.place < wait.group.world_size else []
-    # A call that takes from any rank waits for one of the others: it can go on as soon as one of them comes.
+    # A receive from any rank goes on as soon as another one comes: only with two ranks is that one known.
     others = [job.member(wait.group, place) for place in range(len(wait.group.ranks))]
     return [other for other in others if other != node] if len(others) == 2 else []
 

@@ -36,7 +36,8 @@ _LEAST_BULK_S: Final = 0.05
 _BULK_IN_ALL_S: Final = 20.0
 # What may pass in a round beside its deadlines.
 _SLACK_S: Final = 5.0
-# A rank that has stopped ends so long after the deadline of the meeting: launchers end all ranks with the first one.
+# A rank that stopped early ends this long after the deadline of the meeting, since launchers end all ranks
+# when the first one ends.
 _LINGER_S: Final = 2.0
 _FAREWELL_S: Final = 2.0
 
@@ -192,7 +193,7 @@ class Check:
         try:
             gathering.tell(f"facts/{launched.rank}", facts)
             gathering.mark("told", str(launched.rank))
-            # The store answers questions only, and in the order in which they came behind what was told.
+            # The store acknowledges no writes. It answers this question once it has taken what came before.
             gathering.has("told")
         except (CommTimeoutError, NativeError) as error:
             # Rank 0 waits as long as this rank, and may end first.
@@ -300,7 +301,7 @@ class Check:
                         self._take_turn(gathering, plan, facts, listener, launched.rank, peer)
                 gathering.mark(f"round/{number}", str(here))
                 until = time.monotonic() + self._round_s(plan.bulk_s)
-                # Who has ended holds up one round, and no further one.
+                # A rank that has ended holds up only one round.
                 going_on = gathering.await_marks(f"round/{number}", going_on, until)
         return _links_of(gathering, plan) if launched.rank == 0 else ()
 

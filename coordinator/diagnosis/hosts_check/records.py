@@ -45,7 +45,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
         rank: Global rank.
         hostname: Name of its host.
         pid: Of its process.
-        boot_id: Of its kernel, in which the setting `host_id` counts.
+        boot_id: Of its kernel; it includes the setting `host_id`.
         network_namespace: Inode of its network namespace.
         host_id: The setting; empty if there is none.
         address: The address at which others would reach it.

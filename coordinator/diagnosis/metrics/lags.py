@@ -45,7 +45,7 @@ class Lag(NamedTuple):
 
 
 def lags_of(found: Iterable[Found]) -> dict[QueueReader, Lag]:
-    """Return how far each attached reader is behind, of several queues of a group in the one where that is most."""
+    """Return how far each attached reader is behind, for a group in the queue where that is most."""
     lags: dict[QueueReader, Lag] = {}
     for ring in read_rings((each.page, each.pid) for each in found):
         for reader in ring.readers:

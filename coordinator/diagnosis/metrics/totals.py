@@ -25,7 +25,7 @@ __all__ = ["Counts", "Key", "Member", "Reading", "Totals"]
 # Shares of groups that have gone are kept one by one up to this number, in case a page is found again that could not
 # be read for a while. The oldest beyond it are added up.
 _MOST_GONE: Final = 256
-# Sums that nothing shown now counts in are kept up to this number, so that what is kept ends somewhere.
+# At most this many sums are kept to which nothing shown now adds, so that memory does not grow for ever.
 _MOST_ENDED: Final = 4096
 
 
@@ -59,7 +59,7 @@ class Counts(msgspec.Struct, frozen=True):
         nbytes: Bytes that the rank brought.
         waited_ns: Waited for the last rank to come.
         last: Calls to which the rank came last.
-        late_ns: In these, how long after the one before.
+        late_ns: By how much it was later than the last but one rank in these calls.
         disagreed: Calls that ended because the ranks' calls differ.
         failed: Calls that ended with another error.
         waits: Histogram of the waits, by bucket.
@@ -100,7 +100,7 @@ class Reading(NamedTuple):
 
     Attributes:
         counts: Never fall from one reading to the next.
-        inflight_s: For how long the call has gone on that goes on longest; 0.0 if there is none. Of live ranks only.
+        inflight_s: How long the oldest call that goes on has taken; 0.0 if there is none. Of live ranks only.
         usable: Whether the group is usable for the rank; of live ranks that have not left it.
         epoch: How often the group's members have changed; of the same.
         lags: How far readers of queues are behind.

@@ -36,12 +36,12 @@ class Row(msgspec.Struct, frozen=True):
             that is not known.
         waits_for: Global ranks that have not come to the call, in group order; None if it is in none, or may wait for
             any rank.
-        unseen: Global ranks of which it is not known, as no page of theirs is seen.
+        unseen: Global ranks of which it is not known whether they have come, as no page of theirs is seen.
         note: What else the state means, for people.
         cause: Why the group is broken, or was when the process ended; empty if it is not.
         calls_per_s: Calls that have ended, between the samples; None without a sample before.
         bytes_per_s: Bytes that the rank brought to them.
-        last_share: Of its newest calls, to which share it came last; None if no call tells.
+        last_share: The share of its newest calls to which it came last; None if no call tells.
         late_ns: Median of how late it then was.
         wait_share: Share of a core that it took to poll.
         is_late: Whether it is one of the ranks that are late all the time.
@@ -120,7 +120,7 @@ def rows_of(
     """
     planes = {id(seen): {id(group): _planes(group) for group in _shown(seen)} for seen in now.seen}
     members: dict[_GroupKey, dict[int, dict[_PlaneKey, _Plane]]] = {}
-    # Where a rank was replaced, the one that lives counts.
+    # If a rank was replaced, the process that lives comes last, and so counts.
     for seen in sorted(now.seen, key=lambda each: not each.has_ended):
         for group in _shown(seen):
             members.setdefault(_key(seen, group), {})[group.place] = planes[id(seen)][id(group)]

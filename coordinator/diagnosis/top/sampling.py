@@ -236,7 +236,7 @@ class Sampler:
 
 
 def jobs_of(marked: Iterable[tuple[Place, set[object]]]) -> dict[Place, int]:
-    """Return the number of the job of each page: those that share a mark, also by others between them, have one job."""
+    """Return the job number of each page: pages that share a mark, even through others, have one job."""
     jobs: list[tuple[set[object], list[Place]]] = []
     for place, marks in marked:
         joined: tuple[set[object], list[Place]] = (set(marks), [place])

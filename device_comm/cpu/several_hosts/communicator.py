@@ -88,7 +88,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         return CallPath(self.algorithm, "shared memory inside of each host, TCP between their leaders")
 
     def measure_line(self, exchange: Callable[[bytes], list[bytes]]) -> None:
-        """Measure the line between the hosts, on which depends how often leaders swap. Collective.
+        """Measure the line between the hosts, which decides how often leaders swap. Collective.
 
         Args:
             exchange: As in `CommunicatorContext`.

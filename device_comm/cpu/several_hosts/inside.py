@@ -46,16 +46,16 @@ class LoneHost:
         """Cut the leader's `block` into `counts` elements for each rank of the host; the own ones go to `result`."""
         del call, counts
         if block is not None:
-            # Outside of that mode torch refuses to write into tensors that were made in it.
+            # Outside of inference mode torch refuses to write into tensors that were made in it.
             with torch.inference_mode():
                 result.copy_(block)
 
     def combine_slices(
         self, call: Call, flat: torch.Tensor, counts: Sequence[int], op: ReduceOperation
     ) -> torch.Tensor:
-        """Return the slice of `counts[i]` elements that is for this rank, the host's `i`th, of what `combine` returns.
+        """Return this rank's slice of what `combine` returns: `counts[i]` elements on the host's `i`th rank.
 
-        `counts` may end before the last ranks, which get none.
+        `counts` may hold fewer entries than the host has ranks; the remaining ranks get nothing.
         """
         del counts
         return self.combine(call, flat, op)
@@ -63,7 +63,7 @@ class LoneHost:
     def gather_slices(
         self, call: Call, own: torch.Tensor, flat: torch.Tensor, counts: Sequence[int], code: int
     ) -> None:
-        """Fill `flat` on all ranks with the slices `own`, which lie in it, of `counts` elements each."""
+        """Fill `flat` on all ranks from each rank's slice `own` of it, which has `counts[i]` elements."""
 
     def close(self) -> None:
         """Release nothing."""
@@ -87,7 +87,7 @@ class SharedHost:
         try:
             self._part.device.finish_part(call.operation, status, call.left_s())
         except DisagreementError as error:
-            # The other hosts do not know of it and would wait: nobody can go on.
+            # The other hosts do not learn of this disagreement and would wait, so nobody can go on.
             self._health.fail(error)
             raise
 

@@ -1,9 +1,9 @@
 """What the leaders of several hosts tell each other in a collective, point to point over TCP.
 
-Their first message in a call is a *header* of fixed length: what call this is. A leader reads the data behind it only
-if it makes the same call, and every leader awaits the headers of all others of its place: so ranks that make different
-calls find out, and no host goes on before all ranks of all hosts have come to the call, so that the status store can
-tell who is late.
+Their first message in a call is a *header* of fixed length, which says what call this is. A leader reads the
+data after a header only if it makes the same call, and awaits the headers of all other leaders of its place.
+So ranks that make different calls find out, and no host goes on before all ranks of all hosts have come to
+the call. The status store can therefore tell who is late.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _header_of(call: Call, name: str) -> bytes:
-    # The name ends with the epoch: a leader of another one is told so.
-    # Its number shows a rank that has refused a call, or made one of no elements, which the others did not.
+    # The group's name ends with the epoch, so a leader of another epoch finds a different header. The call's
+    # number exposes a rank that has refused a call, or made one without elements, where the others did not.
     view = f"{call.operation} in {name!r}, {call.view}".encode()
     digest = hashlib.blake2b(view, digest_size=_DIGEST_BYTES).digest()
     return (digest + view)[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")

@@ -105,7 +105,7 @@ class Levels:
         self._place = self._members.index(rank)
         self._is_leader = self._place == 0
         self._most_leaders = min(map(len, hosts))
-        # How many bytes less to send are worth another swap.
+        # How many bytes another swap must save to be worth its time.
         self.worth_bytes: float = UNMEASURED_BYTES
         self._inside: SharedHost | LoneHost = (
             LoneHost() if part is None else SharedHost(part, self._place, len(self._members), context.health)
@@ -182,7 +182,7 @@ class Levels:
         if piece.swap is not None:
             self._links.wait(call, piece.swap)
             own = mine[slice(*piece.ranges[self._host])]
-            # Outside of that mode torch refuses to write into tensors that were made in it.
+            # Outside of inference mode torch refuses to write into tensors that were made in it.
             with torch.inference_mode():
                 own.copy_(self._combined(piece.parts, op, whole.dtype))
             if piece.is_divided:
@@ -230,7 +230,7 @@ class Levels:
     # ------------------------------------------------------------------ moving data
 
     def _slice_of(self, flat: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
-        """Return this rank's slice of `flat`: what it swaps as a leader, nothing if it is none."""
+        """Return the slice of `flat` that this rank swaps as a leader; empty if it is no leader."""
         return (
             flat[slice(*edges[self._place : self._place + 2])] if self._place < len(edges) - 1 else flat[:0]
         )
@@ -255,7 +255,7 @@ class Levels:
         call.view = f"{rows} rows of bytes {list(widths)}, {_core.TYPE_NAMES.get(code, 'another dtype')}"
         order = [rank for ranks in self._hosts for rank in ranks]
         is_in_place = rows == 1 and order == sorted(order)
-        # The hosts one after the other, of each its ranks one after the other.
+        # `stage` holds the parts host by host, and within a host rank by rank.
         stage = result if is_in_place else torch.empty_like(result)
         blocks = stage.split_with_sizes([rows * sum(widths[rank] for rank in ranks) for ranks in self._hosts])
         own = blocks[self._host]
@@ -274,7 +274,7 @@ class Levels:
             self._inside.pass_on(call, stage[:start])
             self._inside.pass_on(call, stage[start + own.numel() :])
         else:
-            # Not the hosts of `_links`, which has none on a rank that leads nobody.
+            # `_links.others` would not do here: it is empty on a rank that leads nobody.
             for host, block in enumerate(blocks):
                 if host != self._host:
                     self._pass_on(call, block, edges[host], COPY_ONLY)

@@ -1,4 +1,4 @@
-"""What the line between the leaders carries while a message is on its way: measured once, and agreed on by all ranks.
+"""How many bytes the line between the leaders carries in a short swap: measured once, agreed on by all ranks.
 
 An all-reduce in two swaps instead of one sends fewer bytes, but takes the time of another swap. How many bytes that is
 worth depends on the machines and on the network between them: 62,500 bytes at 10 Gbit/s and 50 us, a fourth of it over
@@ -35,7 +35,7 @@ _FIGURES: Final = struct.Struct("<dd")
 def measured_worth_bytes(
     leaders: Leaders | None, call: Call, exchange: Callable[[bytes], list[bytes]]
 ) -> float:
-    """Return how many bytes less to send are worth another swap; the same number on all ranks.
+    """Return how many bytes another swap must save to be worth its time; the same number on all ranks.
 
     Collective over the group. The slowest leader counts, since the others wait for it in every call.
 

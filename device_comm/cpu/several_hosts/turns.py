@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class _Claim:
-    """A call that a thread makes, or that waits for its turn; a variable `claim` of the function that makes it."""
+    """A call that is made or waits for its turn; its function holds this in a local variable `claim`."""
 
     __slots__ = ("thread",)
 
@@ -144,9 +144,10 @@ class Turns:
         return {}
 
     def settle_between_calls(self) -> None:
-        """Take the numbers of refused calls, unless a call is made or waits: that one does so when it begins or ends.
+        """Take the numbers of refused calls, unless a call is in progress or waits, which then takes them.
 
-        Whoever is refused meanwhile has told `_refusals` before it looks for calls, and here that is read last.
+        No refusal is lost: it enters `_refusals` before its thread looks at `_claims`, and this loop reads
+        `_refusals` again after it has removed its claim.
         """
         while self._refusals:
             claim = _Claim()

@@ -1,7 +1,7 @@
 """TCP connections between the leaders of hosts: what is to be sent and received on each, in order and without threads.
 
 A message has no length and no number: both ends queue the same messages in the same order, since a collective is the
-same sequence on all ranks. What goes wrong ends the group, so that nobody reads behind a message that was cut.
+same sequence on all ranks. Any failure ends the group, so that nobody reads past a message that was cut.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Swap:
             connection, events = wire.interest
             if events and connection.fileno() >= 0:
                 poller.register(connection, events)
-        # Rounded up: zero would make a loop of the last millisecond.
+        # Rounded up: a timeout of zero would make a busy loop of the last millisecond.
         poller.poll(int(left_s * 1000) + 1)
 
 

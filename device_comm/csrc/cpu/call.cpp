@@ -123,7 +123,8 @@ void Call::show() {
     if (region_.lane() != nullptr) region_.lane()->begin(shown(plan_), arrived_);
 }
 
-// Finds out who came last. The times stand in the lines that were read for the views, so this takes no further cache miss.
+// Finds out which rank arrived last. The arrival times are in the cache lines that were read for the views,
+// so this causes no further cache miss.
 void Call::compare_arrivals() {
     if (region_.lane() == nullptr) return;
     uint64_t latest = 0, before = 0;
@@ -137,7 +138,7 @@ void Call::compare_arrivals() {
             before = std::max(before, arrived);
         }
     }
-    // A group of one, and a rank that shows nothing, have no rank before.
+    // `before` is 0 in a group of one, and where at most one rank shows its calls in the status page.
     arrivals_.late = before == 0 ? 0 : latest - before;
     arrivals_.is_last = arrivals_.last == region_.rank();
     arrivals_.waited = latest - std::min(latest, arrived_);
@@ -147,7 +148,7 @@ bool Call::is_soon_done() {
     if (steps_ > 1 || plan_.bytes * region_.ranks() > kShortBytes || !plan_.columns.widths.empty()) return false;
     if (!is_posted_ && !region_.catch_up()) return false;
     post();
-    // Behind the post: the others do not wait for it, and what they post takes longer to come than this takes.
+    // Done after the post, so no rank waits for it; it takes less time than the others' posts need to arrive.
     show();
     return region_.poll();
 }
@@ -207,7 +208,8 @@ void Call::publish() {
     }
 }
 
-// Whether this rank's own piece goes through its slot too: it must be contiguous, but an input of several rows is not.
+// Whether this rank's own piece passes through its slot too. The piece must be contiguous, which it is not in
+// an input of several rows.
 bool Call::has_own_in_slot() const {
     return (plan_.kind == Kind::kReduceScatter || plan_.kind == Kind::kAllToAll) && plan_.columns.rows > 1;
 }

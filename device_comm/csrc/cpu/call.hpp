@@ -70,8 +70,8 @@ public:
     // Prepares a call, to which the rank has come at the time `arrived`, on the clock of the status page. All ranks' plans must
     // have equal views; the first step checks it.
     Call(SharedRegion& region, Plan plan, uint64_t arrived = 0);
-    // Continues until the call is done (kDone) or cannot be for now. kDone with `disagrees()` when views differ:
-    // then no data was touched.
+    // Continues until the call is done (kDone) or cannot proceed for now. If the ranks' views differ, this
+    // returns kDone with `disagrees()` set, and no data has been touched.
     Wait run(uint64_t spin_ns, uint64_t until_ns);
     // For a short call of one step: posts it, polls for some microseconds, and returns whether all ranks have posted.
     // The caller then completes it without releasing the GIL.

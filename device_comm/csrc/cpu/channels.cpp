@@ -32,9 +32,10 @@ PyObject* channel_table_bytes(PyObject*, PyObject* object) {
     return PyLong_FromSize_t(channels::table_bytes(static_cast<uint32_t>(ranks)));
 }
 
-// channel_open(mapping, ranks, from, to, make) -> (previous state, what make() returned or None): after CHANNEL_NONE the channel was
-// created by make(). No signal handler runs between the claim and the end of the claim but inside of make(). So whatever a handler
-// raises either comes from make(), and the channel is missing again, or comes when the channel is ready.
+// channel_open(mapping, ranks, from, to, make) -> (previous state, result of make() or None). If the previous
+// state is CHANNEL_NONE, make() has created the channel. From the claim until it is settled, signal handlers
+// run only inside make(). So if a handler raises, either make() raises and the channel is missing again, or
+// the channel is ready already.
 PyObject* channel_open(PyObject*, PyObject* args) {
     PyObject* make = nullptr;
     return with_table(args, "w*IIIO:channel_open", [&make](Table table, uint32_t from, uint32_t to) -> PyObject* {

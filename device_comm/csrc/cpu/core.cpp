@@ -17,7 +17,7 @@ constexpr uint64_t kSpinNs = 200 * 1000;
 // If every rank can have a core, it polls longer. In the forward pass of an engine the ranks of a group of two came 0.3 ms
 // apart at p90 and 1 ms apart at p99, and waking an idle core took up to some ms on a virtual machine.
 constexpr uint64_t kLongSpinNs = 2 * 1000 * 1000;
-// A call returns to Python after this long, which checks for signals, dead peers and the deadline.
+// After this long a call returns to Python, where signals, dead peers and the deadline are checked.
 constexpr uint64_t kFirstSliceNs = 50 * 1000 * 1000;
 
 uint64_t forks = 0;  // forks between the process that loaded this module and this one
@@ -105,7 +105,7 @@ long end_call(Object* object) {
     show_end(object, disagrees ? status::Outcome::kDisagreed : status::Outcome::kDone);
     delete object->call;
     object->call = nullptr;
-    // Before a refusal is posted, because that begins the next step.
+    // Keep the posts of this step before posting any refusal, which begins the next step.
     const bool is_kept = !disagrees || keep_posts(object);
     if (object->deferred != nullptr && !object->deferred->empty()) post_refusals(object, *object->deferred);
     if (!is_kept) return -1;
@@ -313,8 +313,8 @@ PyObject* region_resume(PyObject* self, PyObject* slice) {
     return answer(advance(object, 0, slice_ns));
 }
 
-// refuse(reason): this rank refuses its next call, which takes a number all the same: behind the call that another thread is in,
-// if there is one. Does nothing during a call of the same thread.
+// refuse(reason): this rank refuses its next call. The refused call still takes a number: the one after the
+// call that another thread is in, if there is one. Does nothing during a call of the same thread.
 PyObject* region_refuse(PyObject* self, PyObject* reason) {
     Object* object = object_of(self);
     char* text = nullptr;
@@ -337,15 +337,17 @@ PyObject* region_refuse(PyObject* self, PyObject* reason) {
     Py_RETURN_NONE;
 }
 
-// catch_up(): posts what the next call would post first, refusals whose turn has come. Does nothing during a call, which does so.
+// catch_up(): posts the refusals whose turn has come, which the next call would otherwise post first. Does
+// nothing while a call is in progress, because that call posts them itself.
 PyObject* region_catch_up(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     if (!object->is_closed && object->born == forks && object->call == nullptr) object->region->catch_up();
     Py_RETURN_NONE;
 }
 
-// leave() -> the number of the call that this thread has begun, has not ended and is not in, or 0. If there is one, it is marked
-// as left until it is continued or kept. No signal handler of Python can run between the exception and the mark.
+// leave() -> the number of the unfinished call that this thread has begun and is not inside of, or 0. Such a
+// call is marked as left until it is continued or kept. No signal handler of Python can run between the
+// exception that ended its caller and the mark.
 PyObject* region_leave(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     const bool is_open = object->call != nullptr && !object->is_busy && !object->is_closed;

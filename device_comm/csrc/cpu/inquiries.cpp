@@ -4,7 +4,7 @@
 namespace region {
 namespace {
 
-// How many disagreements are kept that nobody reads.
+// How many disagreements are kept that no thread has read yet.
 constexpr size_t kMostKept = 64;
 
 PyObject* tuple_of(const uint64_t* values, uint32_t count) {
@@ -65,7 +65,7 @@ bool keep_posts(Object* object) {
             kept.front().posts.push_back(std::move(posted));
         }
         object->disagreements->splice(object->disagreements->begin(), kept);
-        // A thread reads its own at once, unless an exception of a signal handler ends it before.
+        // A thread reads its disagreement at once, unless a handler's exception ends its call before that.
         if (object->disagreements->size() > kMostKept) object->disagreements->pop_back();
     } catch (const std::bad_alloc&) {
         PyErr_NoMemory();

@@ -46,9 +46,9 @@ struct Object {
     bool is_closed;
     uint64_t number;  // calls begun so far
     PyObject* lane;   // keeps the lane of the status page in which the region reports, or nullptr
-    // The two following are used under the GIL, and null while there is none.
-    SharedRegion::Refusals* deferred;  // refusals during the call of another thread; they get their numbers at its end
-    std::list<Disagreement>* disagreements;  // which their threads have not read
+    // The next two are used only under the GIL, and are null until there is something to keep.
+    SharedRegion::Refusals* deferred;  // made during another thread's call; get their numbers at its end
+    std::list<Disagreement>* disagreements;  // those that their threads have not read yet
 };
 
 inline Object* object_of(PyObject* self) { return reinterpret_cast<Object*>(self); }

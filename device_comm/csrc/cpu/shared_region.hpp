@@ -112,7 +112,8 @@ public:
     void report_to(status::Lane* lane) { lane_ = lane; }
     status::Lane* lane() const { return lane_; }
 
-    // What this rank's waits have cost since the last call of this: sleeps, and ns of polling in waits of some microseconds.
+    // What this rank's waits have cost since the last call of this: sleeps, and ns of polling in waits of
+    // more than some microseconds.
     std::pair<uint32_t, uint64_t> take_waits() { return {std::exchange(sleeps_, 0), std::exchange(polled_ns_, 0)}; }
 
     // The slot of `rank` for the current step; after `begin`, for the new step.
@@ -126,8 +127,8 @@ public:
     // Numbers of calls that this rank refuses, and why.
     using Refusals = std::list<std::pair<uint64_t, std::string>>;
 
-    // Posts that this rank refuses these calls, each as soon as the step before is complete on all ranks: at once, or in its
-    // next call. It does not wait for the others, which find a view unlike theirs. This allocates nothing.
+    // Posts that this rank refuses these calls, each once the previous step is complete on all ranks: now, or
+    // in its next call. Waits for no other rank (the others see a view unlike theirs) and allocates nothing.
     void refuse(Refusals& refused) {
         refusals_.splice(refusals_.end(), refused);
         catch_up();
@@ -171,8 +172,8 @@ public:
         // SYNC slot->ranks (release): slot and view are visible before the step is; and our reads of other slots in
         // the previous step happen before their owners fill them again.
         own.step.store(step_, std::memory_order_release);
-        // SYNC post->sleeping (seq_cst): the rank whose fence is last sees the posts of all, and that a rank sleeps which has
-        // missed one of them.
+        // SYNC post->sleeping (seq_cst): the rank whose fence comes last sees the posts of all ranks, and
+        // sees that a rank sleeps if that rank has missed one of the posts.
         std::atomic_thread_fence(std::memory_order_seq_cst);
         const bool may_sleep = sleeping().load(std::memory_order_relaxed) == static_cast<uint32_t>(step_);
         if (may_sleep && first_missing(0) == ranks()) sound();
@@ -192,8 +193,8 @@ public:
     // The post of a rank for the current step.
     const Post& posted(uint32_t rank) { return block(rank).posts[step_ & 1]; }
 
-    // The view that a rank has posted last, or null. While this rank has not gone on to the next step, no rank can overwrite
-    // it: a rank that has not posted this step has finished the previous one, and prepares its post in the other place.
+    // The view that a rank has posted last, or null. No rank can overwrite it until this rank goes on to the
+    // next step: a rank that has not posted this step will post it in the other entry of `posts`.
     const View* last_view(uint32_t rank) {
         if (has_posted(rank)) return &posted(rank).view;
         return step_ > 1 ? &block(rank).posts[(step_ - 1) & 1].view : nullptr;
@@ -239,9 +240,10 @@ public:
         return static_cast<long>(ranks()) <= cores;
     }
 
-    // Waits until all have posted the step: polls for `spin_ns`, then sleeps until `until_ns` at most. It yields only to
-    // another rank: an unrelated process that never sleeps would keep the core for a time slice of about 3 ms. A step of an
-    // engine on two cores with such a process took 1.21 of stock's time with yields, and 0.96 without.
+    // Waits until all have posted the step: polls for `spin_ns`, then sleeps until `until_ns` at most. It
+    // yields only to other ranks: an unrelated process that never sleeps would keep the core for a time slice
+    // of about 3 ms. With such a process on two cores, an engine's step took 1.21 of the stock engine's time
+    // with yields, 0.96 without.
     Wait wait(uint64_t spin_ns, uint64_t until_ns) {
         uint32_t missing = first_missing(0);
         if (missing == ranks()) return Wait::kDone;
@@ -279,8 +281,8 @@ private:
         return slot_bytes <= bytes && segment_bytes(ranks, slot_bytes) <= bytes;
     }
 
-    // Number of looks between two yields. 128 take about 7 us. A rank that waits for another one on its core only keeps it
-    // from coming.
+    // Number of looks between two yields. 128 take about 7 us. If the awaited rank needs this core, each
+    // further look only delays it.
     int polls() const { return is_crowded_ || !has_core_each() ? 1 : 128; }
     // A rank that waits for a rank on the same core sleeps at once, but at most once in this time: the kernel wakes it on
     // an idle core if there is one. If both poll and yield instead, an all-reduce of 1 KB takes 23 us instead of 3, until
@@ -302,11 +304,11 @@ private:
         return false;
     }
 
-    // Lets other ranks run, unless an earlier yield has shown that also a process runs here that does not sleep: it gets a
-    // time slice of 3 ms for each yield, but not for a sleep. Returns false then: the rank sleeps instead, for so long that
-    // all ranks together try again ten times a second. With 16 ranks on two cores and a busy loop on each, the p99 of a
-    // barrier is 3 ms, and 16 ms if the ranks go on yielding. Where ranks alone share the cores, 128 on two, a yield takes
-    // less than 1 ms.
+    // Lets other ranks run, unless an earlier yield has shown that a process which never sleeps shares this
+    // core: it gets a time slice of 3 ms for each yield, but none for a sleep. Then this returns false and
+    // the rank sleeps instead, for so long that all ranks together try ten times a second. With 16 ranks on
+    // two cores and a busy loop on each, the p99 of a barrier is 3 ms, and 16 ms if the ranks go on yielding.
+    // Where only ranks share the cores, even 128 on two, a yield takes less than 1 ms.
     bool yield_to_ranks() {
         const uint64_t before = now_ns();
         if (before < refused_until_ns_) return false;

@@ -139,8 +139,8 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     return status == kDone ? result.release() : Py_BuildValue("(Nl)", result.release(), status);
 }
 
-// all_reduce_into(tensor, output, most_bytes, one_shot_bytes) -> status, or None if the tensors are not ordinary, not alike or
-// overlap without being one, and no call was begun
+// all_reduce_into(tensor, output, most_bytes, one_shot_bytes) -> status; or None, with no call begun, if a
+// tensor is not ordinary, if the two differ in dtype or shape, or if they overlap only in part
 PyObject* all_reduce_into(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     uint64_t limits[2], type = 0;
     if (!expect("all_reduce_into", count, 4) || !read_unsigned(args + 2, 2, limits)) return nullptr;

@@ -5,9 +5,9 @@
 // the grid, the cluster or the number of threads.
 
 #if HAS(FAMILY_NORM) || HAS(FAMILY_NORM_FP8) || HAS(FAMILY_NORM_NVFP4)
-// The shared memory of a block. There are two sets of sums, used in turn: a block may still read one when another block of
-// its cluster fills the next. That block fills the first one again only after it has read this block's second sums, which
-// this block sends when all its threads have read the first.
+// The shared memory of a block. It has two sets of sums, used in turn, because a block may still read one set
+// when another block of its cluster fills the other. Two suffice: that block refills the first set only after
+// it has read this block's second sums, sent only when all threads of this block have read the first set.
 struct NormShared {
     u64 barriers[2];
     float groups[2][NORM_GROUPS];
@@ -92,7 +92,7 @@ struct Rows {
     float hidden, eps;
 };
 
-// The last vector of a row that a thread added: most rows have one for each thread, which stays in registers.
+// The last vector of a row that a thread added, kept in registers. Most rows have one for each thread.
 struct Kept {
     u64 i;
     Vector sum, weight;
@@ -129,7 +129,7 @@ DEVICE Vector normalised(const Rows& t, u64 row, u64 i, float scale, const Kept&
     return pack(values);
 }
 
-// What follows the sum of a row's squares: the norm is stored as it is.
+// A `finish` of norm_rows, called when the sum of a row's squares is known: stores the norm unquantised.
 DEVICE void store_row(const Share& share, const Rows& t, u64 row, float squares, const Kept& kept, NormShared&, u32&) {
     const float scale = factor_of(t, squares);
     for (u32 k = threadIdx.x; k < share.lanes; k += blockDim.x) {
@@ -228,10 +228,10 @@ DEVICE bool receive_from(const Params& p, Call& call, u64 address, u32 owner, Ve
     return true;
 }
 
-// The same with 2 (n - 1) / n of the input over the links instead of n - 1 times the input. A rank sums the vectors that
-// it owns, keeps the sums in `sums` and pushes them; all ranks normalise whole rows. A row has at least WARP * WORLD_SIZE
-// vectors, so every rank owns some. Before a cluster waits for sums it therefore has heard from all peers, and a failure
-// names the missing rank and not a rank that waits for it.
+// As push_norm, but with 2 (n - 1) / n times the input over the links instead of n - 1 times. A rank sums the
+// vectors that it owns, keeps the sums in `sums` and pushes them; all ranks normalise whole rows. A row has
+// at least WARP * WORLD_SIZE vectors, so every rank owns some. A cluster has therefore heard from all peers
+// before it waits for sums, and a failure names the rank that is missing, not one that waits for it.
 template <class Finish>
 DEVICE void push_two_shot_norm(const Params& p, u32 kernel, const Rows& t, char* sums, NormShared& shared, Finish finish) {
     open_mailboxes(shared.barriers, 2);

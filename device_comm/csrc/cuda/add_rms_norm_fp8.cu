@@ -62,7 +62,7 @@ DEVICE float scale_of_row(const Share& share, const Rows& t, u64 row, float fact
 #pragma unroll
             for (u32 e = 0; e < ELEMENTS; ++e) largest = larger_size(largest, size_of(values[e]));
         }
-        // All threads have read the lanes' squares: each waits for the sums of all groups before.
+        // The lanes may be overwritten: before this, every thread has waited for the sums of all groups.
         shared.lanes[k] = largest;
     }
     const float* groups = exchange_groups(share, shared, turn, largest_of_group);

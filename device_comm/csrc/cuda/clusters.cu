@@ -30,9 +30,10 @@ DEVICE u32 shared_address_in(const void* own, u32 block) {
 }
 #endif
 
-// Blocks of a cluster exchange floats through mailboxes: a store into another block's shared memory counts its bytes on
-// that block's barrier (st.async), so no fence is needed, which would also wait for the stores to the peers. `barrier`: a
-// word in shared memory for each mailbox, for all threads of the cluster to open before any stores.
+// Blocks of a cluster exchange floats through mailboxes: st.async stores into another block's shared memory
+// and counts the bytes on that block's barrier. A fence is not needed; it would also wait for the stores to
+// the peers. `barrier`: a word in shared memory for each mailbox. All threads of the cluster call this before
+// any stores.
 DEVICE void open_mailboxes(u64* barrier, u32 count) {
 #if __CUDA_ARCH__ >= 900
     if (cluster_blocks() == 1) return;

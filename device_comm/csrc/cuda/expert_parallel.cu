@@ -246,8 +246,8 @@ DEVICE void push_columns(const Params& p, const ExpertDispatch& a, u64 slot, u32
     }
 }
 
-// No order_pushes(): nothing of an earlier launch was cleared, and flags, released and acquired, order what is stored.
-// Sends this block's tokens, which follow each other. The last block also sends how many rows there are.
+// Sends this block's consecutive tokens; the last block also sends the numbers of rows. No order_pushes():
+// earlier launches cleared nothing, and the release and acquire of the flags order what is stored.
 DEVICE void push_tokens(const Params& p, const Call& call, const ExpertDispatch& a, u32* words) {
     const u32 each = (a.tokens + gridDim.x - 1) / gridDim.x;
     const u32 begin = blockIdx.x * each < a.tokens ? blockIdx.x * each : a.tokens;

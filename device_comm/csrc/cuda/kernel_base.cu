@@ -39,11 +39,11 @@ constexpr u32 STATE_BARRIER_WORD = MAX_BLOCKS;
 constexpr u32 STATE_POISONED_WORD = 2 * MAX_BLOCKS;
 constexpr u64 ABORT_OFFSET = 32;
 constexpr u32 SENTINEL = 0xFFFFFFFFu;
-constexpr u32 SENTINEL_SENT_AS = 0x7FFF7FFFu;  // also one or two NaNs
+constexpr u32 SENTINEL_SENT_AS = 0x7FFF7FFFu;  // NaN like the sentinel: one of 32 bits, or two of 16
 constexpr u32 NORM_GROUPS = 4;         // of the lanes of a norm's sum: a block of a cluster has one or more of them
 constexpr u32 GROUP_LANES = 256;
 constexpr u32 NORM_LANES = NORM_GROUPS * GROUP_LANES;
-// About 0.7 ms when an H100 polls its own memory, so that the read over PCIe after this many polls costs nothing.
+// About 0.7 ms of polling an H100's own memory, so that one read over PCIe in that time costs nothing.
 constexpr u32 POLLS_PER_CHECK = 1024;
 #if DTYPE == 0
 typedef u32 Element;
@@ -398,9 +398,10 @@ DEVICE Call enter_push(const Params& p, u32 kernel) {
     return call_of(p, kernel);
 }
 
-// Behind a block's polls: what peers had cleared before they pushed what we read is ordered before our next launch's pushes.
-// One thread that has read a vector of every peer suffices. In all kernels it is the first thread of a warp of block 0:
-// its first one, but in the two-shot norm that of the warp with this rank's number, which owns the row's vectors.
+// Called after a block's last poll. What the peers cleared before they pushed the vectors that we have read
+// is then ordered before the pushes of our next launch. One thread that has read a vector of every peer
+// suffices. It is the first thread of a warp of block 0 in all kernels: thread 0, or in the two-shot norm
+// that of the warp with this rank's number, which owns vectors of the row.
 DEVICE void acquire_pushes() {
     // SYNC clear->push (acquire): a fence in the next launch would be in another thread, which has read nothing (DESIGN.md,
     // "The push in PTX's memory model").

@@ -13,7 +13,7 @@ struct Experts {
 // Experts whose vectors a thread loads before it adds them, so that the loads overlap.
 constexpr u32 EXPERTS_AHEAD = 4;
 
-// Vector i of the sums of all tokens. A row behind the last one gives NaN instead of memory of others.
+// Vector i of the sums of all tokens. A row number beyond the last row gives NaN, and reads no memory.
 DEVICE Vector finalized(const Experts& t, u64 i) {
     const u64 token = i / t.vectors, place = i % t.vectors;
     float total[ELEMENTS] = {}, values[ELEMENTS];
@@ -63,8 +63,8 @@ DEVICE Vector finalized(const Experts& t, u64 i) {
     char* out = static_cast<char*>(OWN(outputs));                                                                 \
     const u64 vectors = static_cast<u64>(t.tokens) * t.vectors
 
-// hidden: a multiple of a vector's elements. Tensors of elements are aligned to 16 bytes, and out is none of the others:
-// it keeps this rank's sums until the peers' have come.
+// hidden: a multiple of a vector's elements. Tensors of elements are aligned to 16 bytes. out must be none of
+// the other tensors, because it keeps this rank's sums until those of the peers have come.
 KERNEL push_moe_finalize(PARAMS, EXPERT_ARGUMENTS) {
     OWN_PARAMS;
     Call call = enter_push(p, PUSH_MOE_FINALIZE);

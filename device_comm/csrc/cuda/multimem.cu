@@ -2,8 +2,8 @@
 // DESIGN.md, "Multimem", describes and proves the protocol, and says why the one-shot form must be asked for.
 
 #if HAS(FAMILY_MULTIMEM)
-// Memory of `staging_bytes` on every rank. `own` is the address of this rank's, for all instructions but multimem; `all` is
-// the multimem address of that of all ranks, for multimem instructions only.
+// An area of `staging_bytes` on every rank. `own` is the address of this rank's area, for all instructions
+// but multimem; `all` is the multimem address of the areas of all ranks, for multimem instructions only.
 struct MulticastArea {
     u64 own;
     u64 all;

@@ -1,5 +1,5 @@
-// All-gather of large parts: each rank copies its part into its staging area, from which the others read it. A barrier of
-// blocks (all_reduce.cu) takes the place of the flags of push_all_gather, which double the bytes. DESIGN.md, "Pull".
+// All-gather of large parts: each rank copies its part into a staging area that the others read. A barrier
+// of blocks (all_reduce.cu; DESIGN.md, "Pull") replaces push_all_gather's flags, which double the bytes.
 
 #if HAS(FAMILY_SHARDS)
 // Vector i of a part of `bytes` bytes, padded with zeros. `aligned`: base and bytes are multiples of 16.

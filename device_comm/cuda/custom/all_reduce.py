@@ -226,7 +226,7 @@ class CustomAllReduce(KernelCalls, FusedCalls):
     def all_gather(self, input_: int, output: int, nbytes: int, stream: int) -> bool:
         """Concatenate the ranks' `nbytes` at `input_` in `output`, in rank order.
 
-        Otherwise like `all_reduce`, but with any alignment; fast if both addresses and `nbytes` are multiples of 8.
+        Otherwise like `all_reduce`, but with any alignment; fast if both addresses and `nbytes` are multiples of 16.
         `input_` may be this rank's own part of the output.
         """
         return self._simple("all_gather", input_, output, nbytes, nbytes, torch.uint8, stream)

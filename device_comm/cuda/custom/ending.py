@@ -18,7 +18,8 @@ __all__ = ["EndingCommunicator"]
 
 # How long `destroy` waits for queued calls, in seconds.
 _FLUSH_S: Final = 5.0
-# `quiesce` asks the device for as long as this, in seconds, also if NCCL has taken all of the time: it may be at rest.
+# `quiesce` waits at least this long for the device, in seconds, even if NCCL has used up the time: the device
+# may be at rest already.
 _LEAST_REST_S: Final = 0.5
 
 

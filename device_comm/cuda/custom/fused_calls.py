@@ -306,7 +306,7 @@ class FusedCalls(ABC):
 
     @abstractmethod
     def _broken(self, error: CommError, stream: int) -> CommError:
-        """Break the group unless nothing runs of a capture of `stream`; return `error`."""
+        """Break the group, unless an invalid capture of `stream` means that nothing runs; return `error`."""
 
     @abstractmethod
     def _failed(self, operation: str) -> CommError:

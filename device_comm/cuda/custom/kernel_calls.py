@@ -144,7 +144,7 @@ class KernelCalls:
         if not self._is_open:
             return ClosedError(f"{self._health.where(operation)}: the communicator was destroyed")
         untold = self._resources.take_untold()
-        # The watch may find a failure that a call has raised already: later calls raise `GroupBrokenError`.
+        # The watch may have found what a call has raised already. Then `GroupBrokenError` is raised below.
         was_raised, self._was_raised = self._was_raised, True
         if untold is not None and not was_raised:
             return untold
@@ -155,8 +155,8 @@ class KernelCalls:
     def _broken(self, error: CommError, stream: int) -> CommError:
         """Break the group and return `error`: without this rank's call, peers would match its next call with this one.
 
-        Nothing runs of a capture of `stream` that other code has made invalid. Then the group is intact, and
-        `fail_capture` tells the peers.
+        If other code has made the capture of `stream` invalid, nothing of that capture will run. Then the
+        group stays intact, and `fail_capture` tells the peers.
         """
         if not (isinstance(error, CudaError) and error.code in CAPTURE_ERRORS and self._was_captured(stream)):
             self._health.fail(error)
@@ -232,7 +232,7 @@ class KernelCalls:
     def _flush(self, timeout_s: float) -> None:
         """Wait until the calls on our stream are done, a kernel fails, or `timeout_s` has passed.
 
-        The failure may be one of other kernels of the group, which share the order: it breaks the group.
+        Other kernels of the group share the order. A failure of theirs shows as a broken group.
         """
         stream, driver = self._order.stream, self._driver
         if stream is None:

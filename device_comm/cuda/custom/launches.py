@@ -14,9 +14,10 @@ CubinSource = Callable[[str, str], bytes]
 """(family of kernels, dtype) -> compiled module for the group's architecture and world size."""
 
 _WORD: Final = b"\0" * 8
-# The arguments behind `Params`, each in a word of its own, by the local kernel and those that begin a collective with
-# it. The norms take five addresses, then rows, hidden and eps (32 bits each), and with an output of 8 or 4 bits two
-# addresses of scales. A finalize takes five addresses and four numbers. All other kernels take three words.
+# Number of arguments, one word each, by the name of a local kernel. The collective kernels whose names end
+# with that name take as many after `Params`. The norms take five addresses, then rows, hidden and eps (32
+# bits each), and with an output of 8 or 4 bits two addresses of scales. A finalize takes five addresses and
+# four numbers. All other kernels take three words.
 _ARGUMENTS: Final = {"add_rms_norm": 8, "add_rms_norm_fp8": 10, "add_rms_norm_nvfp4": 10, "moe_finalize": 9}
 
 

@@ -14,7 +14,7 @@ __all__ = ["own_stream"]
 def own_stream(driver: Driver) -> Iterator[int]:
     """Yield a new stream, and wait at the end until what was queued on it is done, and for nothing else.
 
-    A wait for the whole device would be one for kernels of other groups too, which may wait for a rank that is here.
+    Waiting for the whole device would include kernels of other groups, which may wait for a rank in here.
     """
     stream = driver.stream_create()
     try:

@@ -135,7 +135,7 @@ class CustomResources:
         self._within_s = context.settings.deadline_s or context.timeout_s
         self._watch: DeathWatch | None = None
         self._untold: CommError | None = None
-        # What frees the rest, the last created last.
+        # Functions that free the rest, in the order of creation; they are called in reverse.
         self._undo: list[Callable[[], None]] = []
 
     @staticmethod
@@ -307,7 +307,7 @@ class CustomResources:
 
         def release(is_awaited: bool) -> None:
             gave_up = self._health.is_broken or (hasattr(self, "record") and self.record.words[0] != 0)
-            # Who has let go of our memory has no kernel left, which could be between its barriers.
+            # A peer that has let go of our memory has no kernel left that could be between its barriers.
             is_quiet = not gave_up or self._memory.is_left
             self._free(barrier if is_awaited else None, is_quiet=is_quiet)
             if then is not None:

@@ -21,8 +21,9 @@ class StreamOrder:
     event behind every call could be waited for instead, but each call would have to record it.
 
     Attributes:
-        hot: A call on this stream needs no look, unless a capture was begun by us. None before the first call, and from
-            a captured call to the first eager one after all captures with calls, which any stream may have joined.
+        hot: A call on this stream need not be ordered, unless we have begun a capture. None before the first
+            call, and from a captured call until the first eager call after all captures that hold calls: any
+            stream may have joined these.
         stream: The stream of the last call that was not captured; None before the first one.
     """
 

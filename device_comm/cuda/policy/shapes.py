@@ -59,7 +59,7 @@ def norm_shape(arch: str, most: int, rows: int, row_vectors: int) -> tuple[int, 
     groups = min(NORM_GROUPS, -(-row_vectors // GROUP_LANES))
     cluster = 1
     if int(arch.removeprefix("sm_")) >= _CLUSTER_ARCH:
-        # The groups are dealt out in turn, so the blocks of a cluster divide their number.
+        # The blocks of a cluster take groups in turn, so the number of blocks must divide NORM_GROUPS.
         while cluster < groups and 2 * cluster <= most:
             cluster *= 2
     threads = GROUP_LANES if cluster > 1 or groups == 1 else 2 * GROUP_LANES

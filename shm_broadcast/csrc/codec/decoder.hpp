@@ -32,7 +32,7 @@ protected:
     PyObject* hook_;
     bool copies_ = true;
     const FarBuffer* far_ = nullptr;  // the buffers that were not taken yet, if they are in memory of their own
-    const unsigned char* base_ = nullptr;  // where the frame begins whose buffers stand behind its header
+    const unsigned char* base_ = nullptr;  // start of a frame in one piece, whose buffers follow its header
 
 private:
     size_t header_bytes() const;

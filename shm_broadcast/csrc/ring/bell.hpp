@@ -12,7 +12,7 @@ struct Bell {
 
     // Begins to listen. Returns the value of `word` to sleep on. The caller then looks at each ring, and sleeps if it finds nothing.
     uint32_t begin() {
-        // SYNC bell->listener (acquire): a thread that no longer needs to sleep because of a change also sees the reason for it.
+        // SYNC bell->listener (acquire): a thread that sees the word changed also sees the reason for it.
         const uint32_t seen = word.load(std::memory_order_acquire);
         // SYNC listeners->sequence (seq_cst): either the writer sees that a thread listens, or the thread sees what it published.
         listeners.fetch_add(1, std::memory_order_seq_cst);

@@ -98,8 +98,8 @@ bool enter(Endpoint* end, uint64_t until) {
 
 void leave(Endpoint* end) {
     end->owner = 0;
-    // A thread that listens leaves out a ring whose endpoint has an owner: it looks again when that leaves, who may have kept a
-    // message or left another one in the ring.
+    // A listening thread leaves out a ring whose endpoint has an owner. It must look again when the owner
+    // leaves, because the owner may have kept a message or left one in the ring.
     if (end->kept != nullptr && end->ring->bell() != nullptr) end->ring->bell()->sound();
     if (end->is_closed) release_memory(end);
     if (end->queued > 0) {
@@ -159,7 +159,7 @@ void settle_signal(Endpoint* end) {
         return;
     }
     if (ring.is_readable(end->index)) return;
-    // Also if a signal is asked for already: the thread that took the request before may have made the eventfd readable since.
+    // Empty it even if a signal is asked for already: a thread that took an older request may be late.
     eventfd_t ignored = 0;
     eventfd_read(end->signal, &ignored);
     ring.await_signal(end->index);
@@ -350,8 +350,9 @@ PyMemberDef members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
-// Reading `message` takes the next kept message out. An attribute is read without a look for signals before the value is stored
-// or returned, unlike the result of a call, so that a signal handler runs while the message is here or when Python has it.
+// Reading `message` takes the next kept message out. Python does not check for signals between reading an
+// attribute and storing or returning its value, as it does after a call. So when a signal handler runs, the
+// message is either still here, or Python has it.
 PyObject* take_message(PyObject* self, void*) {
     std::vector<PyObject*>* kept = endpoint_of(self)->kept;
     if (kept == nullptr || kept->empty()) return none_yet();
@@ -437,9 +438,9 @@ constexpr Constant constants[] = {
 
 }  // namespace
 
-// close(refusing): calls `refusing` instead of `look_around` from now on. Wakes the threads that wait for their turn. When it
-// returns nothing more is published, and what was published is counted: it waits for the copy of a record, which waits for nobody.
-// The mapping is released when the owner has left.
+// close(refusing): calls `refusing` instead of `look_around` from now on. Wakes the threads that wait for
+// their turn. Once it has returned, nothing more is published, and what was published is counted: it waits
+// for the copy of a record, and that copy waits for nobody. The mapping is released when the owner has left.
 PyObject* close(PyObject* self, PyObject* refusing) {
     Endpoint* end = endpoint_of(self);
     end->is_closed = true;

@@ -24,9 +24,10 @@ enum Reason : int {
     kReentrant,   // the calling thread is already inside a call
     kLent,        // the calling thread has a message on loan
     kCorrupt,     // the ring's own words are invalid; `detail` is an exception
-    kUndecodable,  // a message cannot be decoded; `detail` is an exception. Alone of these it must return: what takes the
-                   // message's place, which is raised if it is an exception; or None if the message is not at fault, as it is
-                   // not if a signal handler raised `detail`. Then `detail` is raised, and the message stays the next one.
+    kUndecodable,  // a message cannot be decoded; `detail` is an exception. Here `look_around` must return
+                   // what takes the message's place, which is raised if it is an exception; or None if the
+                   // message is not at fault, for example because a signal handler raised `detail`. After
+                   // None, `detail` is raised and the message stays the next one.
     kUnencodable,  // an object cannot be encoded, and nothing was sent; `detail` is an exception
 };
 
@@ -81,7 +82,7 @@ struct Endpoint {
     int signal;            // the reader's: its own descriptor of the eventfd that tells whether there is a message, or -1
 };
 
-// What a writer's call does without the GIL: nothing that `close` waits for, the copy of a record, or one that a `close` awaits.
+// What a writer's call does without the GIL: no copy, the copy of a record, or a copy that `close` awaits.
 enum Copying : uint32_t { kCopiesNothing = 0, kCopies = 1, kIsAwaited = 2 };
 
 inline Endpoint* endpoint_of(PyObject* self) { return reinterpret_cast<Endpoint*>(self); }
@@ -108,8 +109,8 @@ bool check_usable(Endpoint* end);
 extern uint64_t forks;
 // Returns whether this process is a forked child of the one whose endpoint this is. It changes nothing in shared memory.
 inline bool is_inherited(const Endpoint* end) { return end->born != forks; }
-// Runs the handlers of pending signals. Returns false, with an exception, if one raises; or in a forked child, which a handler or a
-// hook may have made of this process.
+// Runs the handlers of pending signals. Returns false, with an exception, if one raises, or if this process
+// is now a forked child because a handler or a hook has forked.
 bool check_signals(Endpoint* end);
 
 // Waits until the endpoint has no owner and makes the calling thread the owner. Returns false with an exception set, or
@@ -135,7 +136,7 @@ private:
     bool is_mine_;
 };
 
-// Tell `close` that the calling thread, which lets go of the GIL meanwhile, publishes a record. What it does there waits for nobody.
+// Tell `close` that the calling thread publishes a record in between, without the GIL. That waits for nobody.
 void begin_copy(Endpoint* end);
 void end_copy(Endpoint* end);
 // Counts the message that `completes` tells of. The writing thread does this, or `close` if that comes first.

@@ -16,8 +16,9 @@ uint64_t copied(const Endpoint* end) {
     return end->assembly->active() ? end->assembly->total() - end->assembly->missing() : 0;
 }
 
-// A closed endpoint has news: whoever reads it learns that it is closed. One with an owner has none for others, and never would
-// for a signal handler of the owner's thread, behind which alone the owner goes on.
+// A closed endpoint has news: a read learns that it is closed. An endpoint with an owner has none for other
+// threads. A signal handler on the owner's thread is refused: the owner goes on only after the handler, so
+// news would never come.
 PyObject* get_has_news(PyObject* self, void*) {
     Endpoint* end = endpoint_of(self);
     if (end->is_closed || end->kept == nullptr || !end->kept->empty()) Py_RETURN_TRUE;

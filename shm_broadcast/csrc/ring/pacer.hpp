@@ -59,7 +59,7 @@ inline constexpr int64_t kShortSpinNs = 15 * 1000;
 // vary too much, polling would take too long, so it polls briefly once and then sleeps.
 class Pacer {
 public:
-    // Records when a message came. It is called only if the reader had to wait for the message.
+    // Records when the last message before a wait came; messages that no wait follows are not recorded.
     void arrived(int64_t now) {
         woke(now);  // if the message came before the reader was awake, the reader was at least this late
         const int64_t gap = now - last_;

@@ -63,8 +63,8 @@ void give_back(Endpoint* end, const ring::RecordHeader& record, uint64_t nbytes)
     end->tag = record.tag;
 }
 
-// Asks Python what becomes of a message whose decoding has raised the current exception. Returns what takes its place; or nothing,
-// with the exception, if the message is not at fault and stays the next one.
+// Asks Python what becomes of a message whose decoding has raised the current exception. Returns what takes
+// its place, or nullptr with the exception set if the message is not at fault and stays the next one.
 PyObject* judged(Endpoint* end) {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
@@ -158,8 +158,8 @@ PyObject* take(Endpoint* end, const ring::RecordHeader& record, const unsigned c
     }
 }
 
-// Returns the next object. Returns `nothing` if it has not come within `term`. When that is over, it goes on with a message of
-// which more comes at once, for a while, but not beyond `deadline`.
+// Returns the next object, or `nothing` if it has not come within `term`. If more of a message keeps coming
+// at once, this goes on after `term`, for at most kLongestCallNs and not beyond `deadline`.
 PyObject* receive_within(Endpoint* end, const Term& term, uint64_t deadline = kForever) {
     Ring& ring = *end->ring;
     const uint32_t index = end->index;
@@ -343,7 +343,7 @@ bool end_loan(Endpoint* end, uint64_t nbytes) {
 
 constexpr const char* kLoanName = "loan";
 
-// Ends the loan that this stands for, unless it has ended.
+// The destructor of a loan's capsule: ends the loan, unless it has ended already.
 void drop_loan(PyObject* capsule) {
     PyObject* self = static_cast<PyObject*>(PyCapsule_GetPointer(capsule, kLoanName));
     Endpoint* end = endpoint_of(self);

@@ -87,7 +87,7 @@ PyObject* ring_facts(PyObject*, PyObject* const* args, Py_ssize_t count) {
                          static_cast<unsigned long long>(ring.longest_payload()));
 }
 
-// ring_wait(mapping, reader, spin_ns, park_ns) -> 1 if there is data, 2 if the queue has ended, 0 otherwise
+// ring_wait(mapping, reader, spin_ns, park_ns) -> 1 if there is a whole record, 2 if the queue has ended, 0 otherwise
 PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     uint32_t index = 0;
@@ -107,8 +107,8 @@ PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyLong_FromLong(ring.has_whole_record(index) ? 1 : ended && !streaming ? 2 : 0);
 }
 
-// ring_wait_any(mappings, readers, spin_ns, park_ns, waited_ns) -> whether one of several rings has data or has ended, for which it
-// waits, after having waited before
+// ring_wait_any(mappings, readers, spin_ns, park_ns, waited_ns) -> whether one of several rings has data or
+// has ended. Waits for that within these times; `waited_ns` is how long the caller has waited before.
 PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
     uint64_t spin_ns = 0, park_ns = 0, waited_ns = 0;
     if (!expect_arguments("ring_wait_any", count, 5)) return nullptr;
@@ -251,9 +251,9 @@ PyObject* ring_state(PyObject*, PyObject* const* args, Py_ssize_t count) {
                          writer.closed.load(std::memory_order_relaxed), readers);
 }
 
-// ring_signal(mapping, reader, eventfd, nanoseconds, stop): sleeps, and makes the eventfd readable each time that a message comes or
-// the queue ends after the endpoint has asked for that. Also returns after a signal, and once the first byte of `stop` is not 0: who
-// sets that calls `ring_stir` then.
+// ring_signal(mapping, reader, eventfd, nanoseconds, stop): sleeps, and makes the eventfd readable each time
+// that a message comes or the queue ends after the endpoint has asked for that. Also returns after a signal,
+// and once the first byte of `stop` is not 0: call `ring_stir` after setting it.
 PyObject* ring_signal(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     uint32_t index = 0;

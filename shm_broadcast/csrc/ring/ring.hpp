@@ -45,7 +45,7 @@ struct alignas(kLine) WriterLine {
 
 // The writer waits for room with these words. A reader changes `word` to wake it.
 struct alignas(kLine) SpaceLine {
-    std::atomic<uint32_t> word;     // futex word that changes when a reader makes room while the writer waits
+    std::atomic<uint32_t> word;     // futex word that wakes a waiting writer: there is room, a reader came or left, or the queue was closed
     std::atomic<uint32_t> waiting;  // 1 while the writer waits or is about to wait
 };
 
@@ -58,9 +58,9 @@ struct alignas(kLine) ReaderLine {
     std::atomic<uint32_t> state;        // a value of ReaderState
 };
 
-// Who wants to be woken: the thread that signals a descriptor, by a flag; and threads of the reader that sleep on `sequence` or are
-// about to, by their number. There may be several, since waiting for several rings takes no turn: a flag of theirs would be cleared
-// by whoever wakes first.
+// Says who must be woken: a flag for the thread that signals a descriptor, and a count of the reader's
+// threads that sleep on `sequence` or are about to. It is a count because several may sleep, as waiting for
+// several rings takes no turn: the first of them to wake would clear a flag for all.
 enum Parked : uint32_t { kSleeper = 1, kAwaitsSignal = 1U << 31 };
 
 enum ReaderState : uint32_t { kAbsent = 0, kAttached = 1, kLeft = 2 };
@@ -355,8 +355,8 @@ public:
         return filled < start ? 0 : filled - start < record.payload_bytes ? filled - start : record.payload_bytes;
     }
 
-    // Returns whether the next record is complete. Also returns true for an invalid header, which `next` then refuses. As
-    // `has_more`, for any thread.
+    // Returns whether the next record is complete. Also returns true for an invalid header, which `next` then
+    // refuses. Any thread may call it, as it may call `has_more`.
     bool has_whole_record(uint32_t index) { return has_more(index, UINT64_MAX); }
 
     // Sleeps until the sequence word changes, a signal comes or `nanoseconds` have passed; `done()` may only change together
@@ -395,7 +395,7 @@ public:
 
     void end_park(uint32_t index) { reader(index).parked.fetch_sub(kSleeper, std::memory_order_relaxed); }
 
-    // Asks for a signal from `signalled` when a record is complete or the queue has ended. The caller looks afterwards.
+    // Asks the writer for a signal when a record is complete or the queue has ended. The caller looks afterwards.
     void await_signal(uint32_t index) {
         // SYNC parked->sequence (seq_cst)
         reader(index).parked.fetch_or(kAwaitsSignal, std::memory_order_seq_cst);
@@ -411,12 +411,12 @@ public:
         return (reader(index).parked.fetch_and(~kAwaitsSignal, std::memory_order_relaxed) & kAwaitsSignal) != 0;
     }
 
-    // Returns whether the queue has ended or the next record is complete. As `has_more`, for any thread.
+    // Returns whether the queue has ended or the next record is complete. Any thread may call it.
     bool is_readable(uint32_t index) { return ended(index) || has_whole_record(index); }
 
-    // Returns whether the next record is complete, or more than `taken` bytes of it are there. Unlike `next` it changes nothing,
-    // because it also runs in a thread that is not the reader, or has no turn: that would set `consumed` back. Beside a reader that
-    // moves on it may return true in vain.
+    // Returns whether the next record is complete, or more than `taken` bytes of it are there. Unlike `next`,
+    // it changes nothing: it also runs in threads that have no turn, and a store of theirs could set
+    // `consumed` back. If the reader moves on at the same time, it may return true in vain.
     bool has_more(uint32_t index, uint64_t taken) {
         if (!has_data(index)) return false;
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
@@ -435,18 +435,18 @@ public:
     // Returns whether the reader, which has copied `taken` bytes of the next record, can go on: there is more, or everything was
     // read and the queue has ended. This is the look of a thread that listens to the bell.
     bool has_news(uint32_t index, uint64_t taken) {
-        // SYNC listeners->sequence (seq_cst): behind this, all is visible that a writer has published which saw no listener.
+        // SYNC listeners->sequence (seq_cst): if a writer saw no listener, what it published is visible now.
         static_cast<void>(writer().sequence.load(std::memory_order_seq_cst));
         const bool is_over = ended(index);
         return has_more(index, taken) || (is_over && !has_data(index));
     }
 
-    // Sleeps until a signal is due, `nanoseconds` have passed, or `stop` is not 0, which `stir` makes it look at. Returns whether a
-    // signal is due.
+    // Sleeps until a signal is due, `nanoseconds` have passed, or `stop` is not 0; call `stir` after setting
+    // `stop`. Returns whether a signal is due.
     bool await_readable(uint32_t index, uint64_t nanoseconds, const unsigned char* stop) {
         const uint64_t until = now_ns() + nanoseconds;
         while (true) {
-            // SYNC stop->signal (acquire): who sees the stir also sees that it is to stop.
+            // SYNC stop->signal (acquire): a thread that sees the stir also sees that `stop` is set.
             const uint32_t seen = writer().sequence.load(std::memory_order_acquire);
             std::atomic_thread_fence(std::memory_order_seq_cst);  // SYNC sequence->parked (seq_cst)
             if (__atomic_load_n(stop, __ATOMIC_RELAXED) != 0) return false;

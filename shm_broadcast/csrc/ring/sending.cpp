@@ -96,9 +96,9 @@ private:
     size_t done_;
 };
 
-// The refusal of a call that a signal handler made inside of a write on the same thread, and let through. It must not cut the
-// message, so the write goes on and raises it at its end. A handler that runs periodically is refused again and again: one refusal
-// stands for all.
+// Holds the refusal of a call that a signal handler made inside of a write on the same thread, and did not
+// catch. It must not cut the message, so the write goes on and raises the refusal at its end. A handler that
+// runs periodically is refused again and again; only the first refusal is held.
 class Refusal {
 public:
     explicit Refusal(Endpoint* end) : end_(end) {}
@@ -110,8 +110,8 @@ public:
     Refusal(const Refusal&) = delete;
     Refusal& operator=(const Refusal&) = delete;
 
-    // Calls `step`, which returns false with an exception. Returns true if it succeeded, or if its exception is held from now on, or
-    // dropped because one is held.
+    // Calls `step`, which returns false with an exception if it fails. Returns true if `step` succeeded, or
+    // if its exception is a refusal, which is now held, or dropped because one is held already.
     template <typename Step>
     bool pass(const Writing& writing, Step step) {
         end_->refused_nested = false;

@@ -37,9 +37,10 @@ inline bool futex_wait_any(WaitWord* words, size_t count, uint64_t nanoseconds) 
     return false;
 }
 
-// Does without futex_waitv: naps until `ready` is true, for at most `nanoseconds`, or until a signal. `waited` is for how long the
-// caller has waited before, in nanoseconds. A nap lasts an eighth of the whole wait, from 50 us to 16 ms: that much later a message
-// is noticed at most. A thread that waits for 64 rings takes 0.4 to 0.5 % of a core; with 4 ms it took 0.9 to 1.1 %.
+// The fallback without futex_waitv: naps until `ready` is true, for at most `nanoseconds`, or until a signal.
+// `waited` is how many nanoseconds the caller has waited before. A nap lasts an eighth of the whole wait, but
+// 50 us at least and 16 ms at most: a message is noticed at most one nap late. A thread that waits for 64
+// rings takes 0.4 to 0.5 % of a core; with naps of at most 4 ms it took 0.9 to 1.1 %.
 template <class Ready>
 void nap_until(const Ready& ready, uint64_t nanoseconds, uint64_t waited) {
     constexpr uint64_t kShortestNs = 50 * 1000, kLongestNs = 16 * 1000 * 1000, kPart = 8;

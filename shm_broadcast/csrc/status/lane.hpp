@@ -52,7 +52,7 @@ struct Written {
     }
 };
 
-// Where a lane writes that nobody reads any more.
+// A page that nobody reads; a closed lane writes here.
 inline Page nowhere{};
 
 // A lane of this process's page. Its owner calls it with the GIL held, except for `set_state`.
@@ -60,8 +60,8 @@ class Lane {
 public:
     Lane(Written written, uint32_t index) : written_(written), call_(&written.page->lanes[index].call), index_(index) {}
 
-    // Writes no more into the page: the group has left its place, or this is a forked child, which must not write what its parent
-    // does. A thread may be in a call.
+    // Stops writing into the page: the group has left its place, or this is a forked child, which must not
+    // write its parent's page. Another thread may be inside of a call.
     void close() {
         call_.store(&nowhere.lanes[index_].call, std::memory_order_relaxed);
         written_.page = &nowhere;
@@ -130,7 +130,7 @@ private:
         const uint64_t before = records.load(std::memory_order_relaxed);
         CallRecord& to = written_.page->records[before % kRecords];
         to.commit.store(0, std::memory_order_relaxed);
-        // SYNC odd->copier (release): who reads a word that is written below also reads the 0.
+        // SYNC odd->copier (release): a reader of a word that is written below also sees the 0.
         std::atomic_thread_fence(std::memory_order_release);
         put(to.number, call.number);
         put(to.count, call.count);
@@ -146,7 +146,7 @@ private:
         put(to.detail, static_cast<uint32_t>(call.detail ^ call.detail >> 32));
         put(to.waited_ns, saturated(end.waited));
         put(to.late_ns, saturated(end.late));
-        // SYNC words->copier (release): who reads this number reads all words that were written before.
+        // SYNC words->copier (release): a reader of this number also sees all words that were written before.
         to.commit.store(before + 1, std::memory_order_release);
         records.store(before + 1, std::memory_order_relaxed);
     }

@@ -155,11 +155,11 @@ class Writing {
 public:
     explicit Writing(Record& record) : record_(record), before_(record.sequence.load(std::memory_order_relaxed) & ~1U) {
         record_.sequence.store(before_ + 1, std::memory_order_relaxed);
-        // SYNC odd->copier (release): who reads a word that is written below also reads the odd number.
+        // SYNC odd->copier (release): a reader of a word that is written below also sees the odd number.
         std::atomic_thread_fence(std::memory_order_release);
     }
     ~Writing() {
-        // SYNC words->copier (release): who reads the even number reads all words that were written before.
+        // SYNC words->copier (release): a reader of the even number also sees all words written before.
         record_.sequence.store(before_ + 2, std::memory_order_release);
     }
     Writing(const Writing&) = delete;
@@ -170,8 +170,9 @@ private:
     uint32_t before_;
 };
 
-// The words of a record are plain, and a reader may copy them while they are written: it then takes the copy for torn. Compilers
-// could make anything of that in theory, so both sides use these.
+// The words of a record are plain, and a reader may copy them while they are written; it then takes the copy
+// for torn. In theory a compiler may do anything with such a race, so writers use `put` and readers
+// `copy_words`.
 template <typename Word>
 void put(Word& word, Word value) {
     std::atomic_ref<Word>(word).store(value, std::memory_order_relaxed);
@@ -188,7 +189,7 @@ inline void copy_words(unsigned char* to, const unsigned char* from, size_t byte
 // How often a reader tries again to copy a record that is being written. Writing one takes less than 0.1 us.
 inline constexpr int kTries = 1000;
 
-// Copies a record whose first word is its sequence number, which stays odd in the copy if it could not be read in peace.
+// Copies a record whose first word is its sequence number; if no try was consistent, it is odd in the copy.
 inline void copy_record(unsigned char* to, const unsigned char* from, size_t bytes) {
     const auto* sequence = reinterpret_cast<const uint32_t*>(from);
     for (int i = 0; i < kTries; ++i) {
@@ -206,7 +207,7 @@ inline void copy_record(unsigned char* to, const unsigned char* from, size_t byt
     std::memcpy(to, &odd, sizeof(odd));
 }
 
-// Copies a call's record; its `commit` is 0 in the copy if it could not be read in peace.
+// Copies a call's record; if no try was consistent, its `commit` is 0 in the copy.
 inline void copy_call(unsigned char* to, const unsigned char* from) {
     const auto* commit = reinterpret_cast<const uint64_t*>(from);
     for (int i = 0; i < kTries; ++i) {
@@ -220,7 +221,7 @@ inline void copy_call(unsigned char* to, const unsigned char* from) {
     std::memset(to, 0, sizeof(uint64_t));
 }
 
-// Copies a whole page, each record by itself. Nothing that stands in it leads the copy anywhere.
+// Copies a whole page, each record by itself. No content of the page decides where the copy reads.
 inline void copy_page(unsigned char* to, const unsigned char* from) {
     // SYNC page->finder (acquire): if the magic number is there, so is the rest of the header.
     const uint64_t magic = __atomic_load_n(reinterpret_cast<const uint64_t*>(from), __ATOMIC_ACQUIRE);

@@ -21,7 +21,7 @@ struct Instant {
     uint64_t ns;
 };
 
-// One instant on both clocks: of some pairs the one that took least time.
+// Reads one instant on both clocks. Of 8 pairs of readings it takes the one that took the least time.
 Instant this_instant() {
     Instant best{};
     uint64_t shortest = UINT64_MAX;
@@ -113,7 +113,7 @@ PyObject* status_format(PyObject*, PyObject* args) {
     copy_text(header.boot_id, sizeof(header.boot_id), boot_id, boot_bytes);
     copy_text(header.hostname, sizeof(header.hostname), hostname, host_bytes);
     header.rank.store(-1, std::memory_order_relaxed);
-    // SYNC page->finder (release): who finds the magic number finds the header.
+    // SYNC page->finder (release): a reader that finds the magic number also sees the rest of the header.
     __atomic_store_n(&header.magic, kMagic, __ATOMIC_RELEASE);
     PyBuffer_Release(&view);
     Py_RETURN_NONE;

@@ -43,17 +43,22 @@ def drop_replicas(layout: ParallelLayout, ranks: Collection[int]) -> Placement:
         UsageError: No replica is whole, or there are independent sets of replicas (`external_data`) of which one has
             lost more than another.
     """
-    whole = [replica for replica in layout.groups("replica") if set(replica) <= set(ranks)]
+    replicas = layout.groups("replica")
+    is_whole = [set(replica) <= set(ranks) for replica in replicas]
+    whole = [replica for replica, is_left in zip(replicas, is_whole, strict=True) if is_left]
     if not whole:
         raise UsageError(
             f"no replica of the model is whole: each needs {layout.size('replica')} ranks, and of the replicas "
-            f"{[list(replica) for replica in layout.groups('replica')]} the ranks {sorted(ranks)} are left"
+            f"{[list(replica) for replica in replicas]} the ranks {sorted(ranks)} are left"
         )
-    if len(whole) % layout.external_data:
+    # The replicas of a set follow each other. No set can take a replica of another one, which may hold other weights.
+    left = [sum(is_whole[start : start + layout.data]) for start in range(0, len(replicas), layout.data)]
+    data = left[0]
+    if left != [data] * layout.external_data:
         raise UsageError(
-            f"{len(whole)} whole replicas cannot be divided into {layout.external_data} independent sets"
+            f"{len(whole)} whole replicas cannot be divided into {layout.external_data} independent sets of one size: "
+            f"each set keeps its own, which are {left}"
         )
-    data = len(whole) // layout.external_data
     shard = layout.shard if data % layout.shard == 0 else data
     stage = data * layout.context * layout.tensor
     expert = layout.expert if layout.expert is None or stage % layout.expert == 0 else None

@@ -36,6 +36,25 @@ def test_what_no_rank_can_go_on_with_is_refused() -> None:
         drop_replicas(ParallelLayout(data=2, external_data=2), (0, 1, 3))
 
 
+@pytest.mark.parametrize(
+    ("data", "sets", "ranks", "left"),
+    [
+        pytest.param(2, 2, (2, 3), r"\[0, 2\]", id="one set has lost all"),
+        pytest.param(2, 3, (0, 1, 2, 4, 5), r"\[2, 1, 2\]", id="one set has lost one"),
+        pytest.param(3, 2, (0, 1, 2, 5), r"\[3, 1\]", id="an even number is left"),
+    ],
+)
+def test_an_independent_set_keeps_its_own_replicas(
+    data: int, sets: int, ranks: tuple[int, ...], left: str
+) -> None:
+    """A replica of one deployment never becomes one of another, even if their number would allow it."""
+    with pytest.raises(UsageError, match=f"each set keeps its own, which are {left}"):
+        drop_replicas(ParallelLayout(data=data, external_data=sets), ranks)
+    equal = drop_replicas(ParallelLayout(data=3, external_data=2), (0, 2, 4, 5))
+    assert equal.ranks == (0, 2, 4, 5)
+    assert equal.layout == ParallelLayout(data=2, external_data=2)
+
+
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.data())
 def test_the_rule_chooses_the_ranks_that_it_has_chosen(
     tensor: int, pipeline: int, data: int, draw: st.DataObject

@@ -588,9 +588,9 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         `destroy_timeout_s`. A call that waits in another thread raises `ClosedError`. Ranks that still wait for this
         one get a `PeerLostError`. In a forked child this does nothing.
         """
-        if self._is_ending or self._health.is_inherited:
+        if self._health.is_inherited or self._is_ending:
             return
-        # No function is called between the check above and the `try`, so no signal handler can run in
+        # No function is called between the look at the flag and the `try`, so no signal handler can run in
         # between: the call that sets the flag also releases the group. A signal handler that raises in the
         # `try`, as Ctrl-C does, ends only the waits; everything is then released without waiting.
         self._is_ending = True

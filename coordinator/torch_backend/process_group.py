@@ -290,9 +290,9 @@ class BackendProcessGroup(TorchCollectives):
         self._end(0.0)
 
     def _end(self, within_s: float) -> None:
-        if self._is_ending or self._parts.health.is_inherited:
+        if self._parts.health.is_inherited or self._is_ending:
             return
-        # No function is called between the check above and the `try`, so the call that sets the flag also
+        # No function is called between the look at the flag and the `try`, so the call that sets the flag also
         # ends the group. What a signal handler raises in the `try` ends one wait only.
         self._is_ending = True
         try:

@@ -180,6 +180,7 @@ class Channels:
             try:
                 self._withdraw(operation, sendings, error)
             except BaseException as second:
+                self._health.left = operation, second
                 self._health.left_halfway(operation, second)
                 raise
             raise
@@ -210,6 +211,7 @@ class Channels:
             try:
                 self._withdraw(operation, [sending], error)
             except BaseException as second:
+                self._health.left = operation, second
                 self._health.left_halfway(operation, second)
                 raise
             raise

@@ -114,6 +114,33 @@ def test_a_second_strike_while_a_message_is_taken_back_breaks_the_group(
         assert health_of(zero).is_broken
 
 
+@pytest.mark.guarantee("D15")
+@pytest.mark.parametrize("call", [send, isend])
+def test_a_third_strike_while_the_group_breaks_leaves_that_to_the_next_call(
+    call: Callable[[Channels, Any, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group must not go on with a message that nobody has taken back."""
+
+    def strike_again(*_: object) -> None:
+        raise AlarmError("struck")
+
+    with opened() as (zero, _):
+        with monkeypatch.context() as patches:
+            for owner, name in (
+                (channels, "Writing"),
+                (channels, "PointToPointHandle"),
+                (Channels, "_withdraw"),
+                (health.GroupHealth, "left_halfway"),
+            ):
+                patches.setattr(owner, name, strike_again)
+            with pytest.raises(AlarmError):
+                call(zero, LONG, 1)
+            assert not health_of(zero).is_broken
+        with pytest.raises(GroupBrokenError, match="struck"):
+            health_of(zero).check_usable("send")
+        assert health_of(zero).is_broken
+
+
 @pytest.mark.guarantee("D74")
 def test_a_strike_at_any_step_of_closing_leaves_the_rest_to_the_next_close() -> None:
     """The other rank's receive, and its send on a channel that this rank has not used, end behind that."""

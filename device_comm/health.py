@@ -378,7 +378,7 @@ class GroupHealth:
         Raises:
             PeerLostError: At least one has ended.
         """
-        if lost := self._gone():
+        if lost := self.gone():
             raise self._record(operation, self._failure(operation, "lost", lost))
 
     def check_leavers(self, operation: Operation) -> None:
@@ -392,7 +392,7 @@ class GroupHealth:
         if self._excused:
             raise self._record(operation, self._failure(operation, "left", tuple(sorted(self._excused))))
 
-    def _gone(self) -> tuple[int, ...]:
+    def gone(self) -> tuple[int, ...]:
         """Return the ranks whose process has ended, except those that have destroyed the group before.
 
         A call that waits for one of those learns from the transport that it has left, and can still receive
@@ -522,7 +522,7 @@ class GroupHealth:
         failure_record = self._status_store.failure_record()
         if failure_record is not None:
             return self._adopt(operation, failure_record)
-        if lost := self._gone():
+        if lost := self.gone():
             return self._record(operation, self._failure(operation, "lost", lost))
         needed = set(pending or self.ranks) - {self.rank}
         left = tuple(rank for rank in self._status_store.left() if rank in needed)

@@ -84,8 +84,9 @@ class DeathWatch:
         Args:
             record: The record that kernels report to.
             health: Knows which peers are alive.
-            failed: Called once, by the thread, if a kernel reports a failure or a peer has published one: an
-                application that only replays graphs makes no call that would see it.
+            failed: Called once, by the thread, if a kernel reports a failure, a peer has published one, or the
+                process of a peer has ended that had not left: an application that only replays graphs makes no
+                call that would see it.
         """
         self._failed = failed
         self._record = record
@@ -100,6 +101,9 @@ class DeathWatch:
             with contextlib.suppress(OSError):  # a teardown closes the watch first, then calls `stop`
                 if self._health.lost():
                     self._record.abort()
+                    # A rank that has left in order before it ended breaks nothing.
+                    if self._health.gone():
+                        self._failed()
                     return
                 if self._record.words[0]:
                     self._failed()

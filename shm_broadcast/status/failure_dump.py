@@ -191,6 +191,7 @@ class Dumps:
         A file system that refuses, or a text that is no Unicode, is logged: the failure of the group stays as it is.
         """
         if not self._lock.acquire(blocking=False):
+            self._broken.add(group)
             return None
         try:
             is_first = not self._broken

@@ -21,7 +21,7 @@ from shm_broadcast.layout import MAX_READERS, segment_bytes
 from shm_broadcast.reports.failure_record import FailureRecord
 from shm_broadcast.segment import Segment
 from shm_broadcast.status import page as page_module
-from shm_broadcast.status.failure_dump import MOST_BYTES, FailureDump
+from shm_broadcast.status.failure_dump import MOST_BYTES, Dumps, FailureDump
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import PAGE_BYTES, GroupState, LaneState, Outcome
 from shm_broadcast.status.page import OwnPage, own_page, record_own_page
@@ -275,6 +275,32 @@ def test_groups_that_break_together_make_one_dump(tmp_path: Path) -> None:
         assert len(files(folder, DUMP_SUFFIX)) == min(number + 1, 8)
         for shown in together:
             shown.status.leave()
+
+
+@pytest.mark.guarantee("S11")
+def test_a_group_that_breaks_while_a_dump_is_written_belongs_to_that_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread or a handler finds it broken then. As long as it is there, no other failure begins."""
+    folder = begin(tmp_path / "record")
+    first, second, third, last = (ShownCalls(f"tp:{number}", 0, [0, 1]) for number in range(4))
+    write = Dumps._write
+
+    def interrupted(dumps: Dumps, dump: FailureDump, number: int) -> Path:
+        if dump.group == "tp:0":
+            second.broken(CommTimeoutError("too late"), None, lambda rank: "alive")
+        return write(dumps, dump, number)
+
+    monkeypatch.setattr(Dumps, "_write", interrupted)
+    first.broken(CommTimeoutError("too late"), None, lambda rank: "alive")
+    first.status.leave()
+    third.broken(CommTimeoutError("too late"), None, lambda rank: "alive")
+    assert [read(path).group for path in files(folder, DUMP_SUFFIX)] == ["tp:0"]
+    second.status.leave()
+    third.status.leave()
+    last.broken(CommTimeoutError("too late"), None, lambda rank: "alive")
+    assert sorted(read(path).group for path in files(folder, DUMP_SUFFIX)) == ["tp:0", "tp:3"]
+    last.status.leave()
 
 
 @pytest.mark.guarantee("S11")

@@ -318,9 +318,10 @@ class ExpertKernels(KernelCalls):
     def _loaded(self, kernel: str, dtype: str, stream: int) -> LaunchConfiguration:
         """Return how a kernel is launched; load it if necessary, while the peers' kernels wait up to the deadline."""
         if self._modules.get(kernel, dtype) is None and self._is_capturing(stream):
+            where = self._health.where(kernel.removeprefix("expert_"))
             raise UsageError(
-                f"{self._health.where('combine')}: a kernel for {dtype} cannot be loaded while stream {stream:#x} is "
-                "captured; make one such call before"
+                f"{where}: a kernel for {dtype} cannot be loaded while stream {stream:#x} is captured; make one such "
+                "call before"
             )
         try:
             return self._modules.of(kernel, dtype)

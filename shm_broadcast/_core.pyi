@@ -332,6 +332,9 @@ def status_copy(mapping: Buffer, /) -> bytes:
         ValueError: The mapping has another size.
     """
 
+def own_descriptor(descriptor: int, /) -> object:
+    """Return an object that closes the descriptor when it is collected, where no signal handler can prevent it."""
+
 def read_file(path: str, /) -> bytes:
     """Return the content of a file. No signal handler can raise between its opening and its closing."""
 

@@ -53,13 +53,16 @@ _SPARE_BYTES: Final = 16 << 20
 
 # What this process hands over. A forked child closes its copies of the sockets: as long as one is open, the kernel
 # accepts connections for a parent that has died, and whoever connects waits for an answer until its deadline.
-_handovers: Final[weakref.WeakSet[Handover]] = weakref.WeakSet()
+# One that is collected is taken out by a callback that runs no Python code: Python would drop what a signal handler
+# raises in one that does.
+_handovers: Final[set[weakref.ref[Handover]]] = set()
 
 
 def _close_inherited() -> None:
-    for handover in list(_handovers):
-        handover.close_descriptors()
+    handovers = [handover for reference in list(_handovers) if (handover := reference()) is not None]
     _handovers.clear()
+    for handover in handovers:
+        handover.close_descriptors()
 
 
 os.register_at_fork(after_in_child=_close_inherited)
@@ -352,7 +355,7 @@ class Handover:
         except BaseException:
             self.close_descriptors()
             raise
-        _handovers.add(self)
+        _handovers.add(weakref.ref(self, _handovers.discard))
         self._poller.register(self._listener, select.POLLIN)
 
     def start(self) -> None:

@@ -29,8 +29,9 @@ _NAME: Final = re.compile(r"([^:]+):([0-9]{1,18})(?:@[0-9]+)?")
 # The key of a random number that makes every written value different. No group name contains a colon.
 _MARK: Final = ":"
 _MARK_BITS: Final = 62
-# By the store of a world, what this process has last written there.
-_written: Final = weakref.WeakKeyDictionary[dist.Store, bytes]()
+# By the store of a world, what this process has last written there. An entry ends with its store; the callback runs no
+# Python code, for the reason that `host/process_groups.py` gives.
+_written: Final[dict[weakref.ref[dist.Store], bytes]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,7 @@ class GroupNames:
         store, key = self.store, f"group_coordinator/created/{self.rank}"
 
         def change() -> dict[str, int]:
-            known = _written.get(store, b"")
+            known = _written.get(weakref.ref(store), b"")
             while True:
                 counts = _counts_decoder.decode(known or b"{}")
                 # The mark makes the value unique to this call. Without it, an equal value that the store
@@ -152,7 +153,7 @@ class GroupNames:
                 own = msgspec.json.encode(marked)
                 found = store.compare_set(key, known.decode(), own.decode())
                 if found == own:
-                    _written[store] = own
+                    _written[weakref.ref(store, _written.pop)] = own
                     return counts
                 # The store has another value, and returns it; or none, and returns what was expected.
                 known = b"" if found == known else found

@@ -153,9 +153,7 @@ class World:
     def heartbeats(self, lost_after_s: float) -> Heartbeats:
         """Return the links to other hosts with this setting; all objects for one torch world share them."""
         world = dist.group.WORLD
-        by_setting = (
-            self._heartbeats if not self.is_torch or world is None else _heartbeats.setdefault(world, {})
-        )
+        by_setting = self._heartbeats if not self.is_torch or world is None else _heartbeats_of(world)
         return by_setting.setdefault(lost_after_s, Heartbeats(lost_after_s))
 
     def show(self) -> None:
@@ -195,15 +193,20 @@ class World:
             fork_guard.release(store)
 
 
-# The spare connection of each torch world. It must not outlive the world, to whose store it connects.
-_spares: Final = weakref.WeakKeyDictionary[dist.ProcessGroup, SpareConnection]()
-_heartbeats: Final = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[float, Heartbeats]]()
+# What belongs to each torch world, and must not outlive it: the spare connection goes to the world's store. An entry
+# ends with its world; the callback runs no Python code, for the reason that `host/process_groups.py` gives.
+_spares: Final[dict[weakref.ref[dist.ProcessGroup], SpareConnection]] = {}
+_heartbeats: Final[dict[weakref.ref[dist.ProcessGroup], dict[float, Heartbeats]]] = {}
 
-_declared_elastic: Final = weakref.WeakSet[dist.ProcessGroup]()
+_declared_elastic: Final[set[weakref.ref[dist.ProcessGroup]]] = set()
 
 
 def _spare_of(world: dist.ProcessGroup) -> SpareConnection:
-    return _spares.setdefault(world, SpareConnection())
+    return _spares.setdefault(weakref.ref(world, _spares.pop), SpareConnection())
+
+
+def _heartbeats_of(world: dist.ProcessGroup) -> dict[float, Heartbeats]:
+    return _heartbeats.setdefault(weakref.ref(world, _heartbeats.pop), {})
 
 
 def _nothing() -> None:
@@ -213,7 +216,7 @@ def _nothing() -> None:
 def is_elastic_world() -> bool:
     """Return whether torch's current world was started as one whose members may change, by whoever initialised it."""
     world = dist.group.WORLD if dist.is_initialized() else None
-    return is_started_elastic() or (world is not None and world in _declared_elastic)
+    return is_started_elastic() or (world is not None and weakref.ref(world) in _declared_elastic)
 
 
 def declare_elastic(is_elastic: bool) -> None:
@@ -221,7 +224,7 @@ def declare_elastic(is_elastic: bool) -> None:
     world = dist.group.WORLD
     _declared_elastic.clear()
     if is_elastic and world is not None:
-        _declared_elastic.add(world)
+        _declared_elastic.add(weakref.ref(world, _declared_elastic.discard))
 
 
 def world_of_torch() -> World:

@@ -42,7 +42,9 @@ _UNREACHABLE: Final = frozenset(
 
 
 # A forked child closes its copies: as long as one is open, the other end sees the process of its parent live on.
-_links: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
+# A link that is collected is taken out by a callback that runs no Python code, for the reason that
+# `host/process_groups.py` gives.
+_links: Final[set[weakref.ref[Link]]] = set()
 
 
 class State(enum.Enum):
@@ -98,7 +100,7 @@ class Link:
         self._looked_at: float | None = None
         # How long beats have been without an answer, as far as looks have followed it.
         self._waited_s = 0.0
-        _links.add(self)
+        _links.add(weakref.ref(self, _links.discard))
         connection.setblocking(False)
         _keep_alive(connection, lost_after_s)
 
@@ -205,9 +207,11 @@ class Link:
 
 
 def _close_inherited() -> None:
-    for link in list(_links):
-        link.close()
+    links = [reference() for reference in list(_links)]
     _links.clear()
+    for link in links:
+        if link is not None:
+            link.close()
 
 
 os.register_at_fork(after_in_child=_close_inherited)

@@ -42,7 +42,9 @@ class Heartbeats:
         # What is still to be logged and reported.
         self._unlogged: deque[str] = deque()
         self._untold: deque[dict[int, str]] = deque()
-        self._watches = weakref.WeakKeyDictionary[PeerWatch, frozenset[int]]()
+        # An entry ends with its watch; the callback runs no Python code, for the reason that `host/process_groups.py`
+        # gives.
+        self._watches: dict[weakref.ref[PeerWatch], frozenset[int]] = {}
         self._next_look = 0.0
         self._is_looking = False
         self._fork_count = fork_count()
@@ -95,7 +97,7 @@ class Heartbeats:
         Each query of `watch` looks at the links first.
         """
         with self._lock:
-            self._watches[watch] = frozenset(ranks)
+            self._watches[weakref.ref(watch, self._watches.pop)] = frozenset(ranks)
             known = {rank: how for rank, how in self._lost.items() if rank in ranks}
         watch.report_all(known)
         watch.look_with(self.look, self._hold_back, self.is_in_doubt)
@@ -198,9 +200,10 @@ class Heartbeats:
             with suppress(IndexError, ValueError):  # another thread has told it, too
                 lost = self._untold[0]
                 with self._lock:
-                    watches = list(self._watches.items())
-                for watch, ranks in watches:
-                    watch.report_all({rank: how for rank, how in lost.items() if rank in ranks})
+                    watches = self._watches.copy()
+                for reference, ranks in watches.items():
+                    if (watch := reference()) is not None:
+                        watch.report_all({rank: how for rank, how in lost.items() if rank in ranks})
                 # Last: what a handler raises before leaves it to the next look.
                 self._untold.remove(lost)
 

@@ -139,7 +139,7 @@ class GlooAtAddress(ProcessGroupGloo, metaclass=_EveryGloo):
         super().__init__(addresses, rank, size, gloo)
         if options.backend is None:  # torch's debug mode creates a second one, to compare calls
             options.backend = cast("GlooBackend", self)
-        _users[cast("GlooBackend", self)] = device, addresses
+        _keep(cast("GlooBackend", self), device, addresses)
 
 
 def build_gloo_backend(backend_options: Any, options: GlooOptions) -> ProcessGroupGloo:
@@ -152,11 +152,17 @@ def build_gloo_backend(backend_options: Any, options: GlooOptions) -> ProcessGro
 # Each device has a thread that wakes up a hundred times a second (0.15 % of a core), so the groups of a process that
 # listen on one address, except lazy ones, share one device, which ends with the last of them. A forked child has no
 # threads and needs its own device.
-_devices: Final[weakref.WeakValueDictionary[tuple[str, int], _Device]] = weakref.WeakValueDictionary()
-# The store has to be kept too: Gloo keeps its C++ half only.
-_users: Final[weakref.WeakKeyDictionary[GlooBackend, tuple[_Device, dist.Store]]] = (
-    weakref.WeakKeyDictionary()
-)
+_devices: Final[dict[tuple[str, int], weakref.ref[_Device]]] = {}
+# What a backend needs as long as it lives. The store has to be kept too: Gloo keeps its C++ half only. An entry ends
+# with its backend, by a callback that runs no Python code. That of a `WeakKeyDictionary` is written in Python: a
+# signal handler may raise in it, Python drops that exception, and the entry stays, here with Gloo's thread and its
+# descriptors. Iterate over a copy of such a table: a callback may change it whenever the garbage collector runs.
+_users: Final[dict[weakref.ref[GlooBackend], tuple[_Device, dist.Store]]] = {}
+
+
+def _keep(backend: GlooBackend, device: _Device, addresses: dist.Store) -> None:
+    """Keep these objects as long as the backend lives."""
+    _users[weakref.ref(backend, _users.pop)] = device, addresses
 
 
 def _addresses(options: GlooOptions, store: dist.Store, rank: int, size: int) -> dist.Store:
@@ -168,10 +174,11 @@ def _device_at(address: str, is_lazy: bool) -> _Device:
     if is_lazy:
         # Two groups on one lazy device mix up their connections, and the second hangs (torch 2.13).
         return ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
-    device = _devices.get((address, fork_count()))
+    known = _devices.get((address, fork_count()))
+    device = None if known is None else known()
     if device is None:
         device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
-        _devices[address, fork_count()] = device
+        _devices[address, fork_count()] = weakref.ref(device)
     return device
 
 
@@ -198,7 +205,7 @@ def new_unregistered_gloo_group(
     gloo, device = _backend_options(options, timedelta(seconds=timeout_s))
     addresses = _addresses(options, dist.PrefixStore("cpu", store), rank, size)
     backend = cast("GlooBackend", ProcessGroupGloo(addresses, rank, size, gloo))
-    _users[backend] = device, addresses
+    _keep(backend, device, addresses)
     group: Any = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)  # noqa: SLF001 - torch has no other way, here and below

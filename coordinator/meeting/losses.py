@@ -17,7 +17,8 @@ from shm_broadcast.liveness import PeerWatch
 __all__ = ["forget_losses", "listen_for_losses", "report_loss"]
 
 _lost: Final[dict[int, str]] = {}
-_watches: Final[weakref.WeakKeyDictionary[PeerWatch, frozenset[int]]] = weakref.WeakKeyDictionary()
+# An entry ends with its watch; the callback runs no Python code, for the reason that `host/process_groups.py` gives.
+_watches: Final[dict[weakref.ref[PeerWatch], frozenset[int]]] = {}
 # A signal handler that runs while this thread holds it may report a loss, too, or create or destroy a group.
 _lock: Final = threading.RLock()
 
@@ -42,15 +43,16 @@ def report_loss(rank: int, how: str) -> None:
         raise UsageError(f"report_loss takes a rank and a text, not {rank!r} and {how!r}")
     with _lock:
         _lost.setdefault(rank, how)
-        watches = [watch for watch, ranks in _watches.items() if rank in ranks]
+        watches = [watch() for watch, ranks in _watches.copy().items() if rank in ranks]
     for watch in watches:
-        watch.report(rank, how)
+        if watch is not None:
+            watch.report(rank, how)
 
 
 def listen_for_losses(watch: PeerWatch, ranks: Collection[int]) -> None:
     """Report to `watch` which of `ranks` are lost or will be, until it is collected."""
     with _lock:
-        _watches[watch] = frozenset(ranks)
+        _watches[weakref.ref(watch, _watches.pop)] = frozenset(ranks)
         known = {rank: how for rank, how in _lost.items() if rank in ranks}
     watch.report_each(known)
 

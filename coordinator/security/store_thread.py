@@ -26,7 +26,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 _END_S: Final = 5.0
 
 # The ends of stores that this process has open; a forked child closes its copies of their connections.
-_open: Final[weakref.WeakSet[StoreThread]] = weakref.WeakSet()
+# One that nobody has closed is taken out by a callback that runs no Python code, for the reason that
+# `host/process_groups.py` gives.
+_open: Final[set[weakref.ref[StoreThread]]] = set()
 
 
 class StoreThread(ABC):
@@ -41,13 +43,12 @@ class StoreThread(ABC):
         self._lock = threading.RLock()
         # Taken by who releases everything: the thread, or `_start` if it cannot start that.
         self._release_once = threading.Lock()
-        self._wake = (
-            -1
-        )  # an eventfd that wakes the thread; the subclass opens it, and the thread closes it last
+        # An eventfd that wakes the thread; the subclass opens it, and the thread closes it last.
+        self._wake = -1
         self._thread = DaemonThread(self._serve, name)
 
     def _start(self) -> None:
-        _open.add(self)
+        _open.add(weakref.ref(self, _open.discard))
         try:
             self._thread.start()
         except BaseException:
@@ -89,7 +90,7 @@ class StoreThread(ABC):
             self._release()
 
     def _release(self) -> None:
-        _open.discard(self)
+        _open.discard(weakref.ref(self))
         self._close_sockets()
         with self._lock:
             os.close(self._wake)
@@ -124,7 +125,7 @@ def _close_inherited() -> None:
 
     zmq keeps the descriptors to itself, so where there is a store all sockets are looked at.
     """
-    ends = list(_open)
+    ends = [end for reference in list(_open) if (end := reference()) is not None]
     _open.clear()
     for name in os.listdir("/proc/self/fd") if ends else ():
         try:

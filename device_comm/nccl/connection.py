@@ -136,7 +136,7 @@ class NcclConnection:
         self._seen, self._since = 0, 0.0
         self.lane: StatusLane = self._health.shown.queued_lane("nccl", "nccl")
         self._health.on_abort(self._on_abort)
-        _connections.add(self)
+        _connections.add(weakref.ref(self, _connections.discard))
 
     # ------------------------------------------------------------------ connecting
 
@@ -549,13 +549,16 @@ class _Polled:
         return self._connection.call.peers
 
 
-_connections: weakref.WeakSet[NcclConnection] = weakref.WeakSet()
+# A connection that is collected is taken out by a callback that runs no Python code: Python would drop what a signal
+# handler raises in one that does.
+_connections: set[weakref.ref[NcclConnection]] = set()
 
 
 def _disarm() -> None:
     """Disable the fast path in a forked child: the handles belong to the parent."""
-    for connection in list(_connections):
-        connection.hot = None
+    for reference in list(_connections):
+        if (connection := reference()) is not None:
+            connection.hot = None
 
 
 os.register_at_fork(after_in_child=_disarm)

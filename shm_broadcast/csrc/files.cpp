@@ -1,8 +1,10 @@
-// Reads a file in one call, between whose steps no signal handler of Python can raise.
+// Reads files and closes descriptors in native code, between whose steps no signal handler of Python can raise.
 #include <fcntl.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <climits>
+#include <cstdint>
 #include <new>
 #include <string>
 
@@ -39,7 +41,29 @@ PyObject* read_file(PyObject*, PyObject* path) {
     return PyBytes_FromStringAndSize(content.data(), static_cast<Py_ssize_t>(content.size()));
 }
 
-PyMethodDef functions[] = {{"read_file", read_file, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+constexpr char kOwned[] = "shm_broadcast.owned_descriptor";
+
+// The pointer is one more than the descriptor, because no capsule holds a null pointer.
+void close_owned(PyObject* capsule) {
+    ::close(static_cast<int>(reinterpret_cast<intptr_t>(PyCapsule_GetPointer(capsule, kOwned)) - 1));
+}
+
+// own_descriptor(descriptor) -> an object that closes the descriptor when it is collected
+PyObject* own_descriptor(PyObject*, PyObject* number) {
+    const long descriptor = PyLong_AsLong(number);
+    if (descriptor == -1 && PyErr_Occurred()) return nullptr;
+    if (descriptor < 0 || descriptor >= INT_MAX) {
+        PyErr_Format(PyExc_ValueError, "%ld is no descriptor", descriptor);
+        return nullptr;
+    }
+    return PyCapsule_New(reinterpret_cast<void*>(static_cast<intptr_t>(descriptor) + 1), kOwned, close_owned);
+}
+
+PyMethodDef functions[] = {
+    {"read_file", read_file, METH_O, nullptr},
+    {"own_descriptor", own_descriptor, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
 
 }  // namespace
 

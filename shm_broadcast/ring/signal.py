@@ -63,7 +63,7 @@ class ReadSignal:
         """Start the thread, and let `endpoint` settle the descriptor. Goes on where a signal handler interrupted it."""
         if self._has_begun:
             return
-        _signals.add(self)
+        _signals.add(weakref.ref(self, _signals.discard))
         if not self._owner:
             # If a thread that an interrupted call has started serves already, this one ends at once.
             thread = DaemonThread(_serve, "group-coordinator-fileno", (self,))
@@ -138,12 +138,14 @@ def _serve(signal: ReadSignal) -> None:
 
 
 # A daemon thread that runs native code must not live on while the interpreter is finalized.
-_signals: weakref.WeakSet[ReadSignal] = weakref.WeakSet()
+# One that is collected is taken out by a callback that runs no Python code: Python would drop what a signal handler
+# raises in one that does.
+_signals: set[weakref.ref[ReadSignal]] = set()
 
 
 @atexit.register
 def _end_all() -> None:
-    signals = list(_signals)
+    signals = [signal for reference in list(_signals) if (signal := reference()) is not None]
     for signal in signals:
         signal.ask_to_end()
     for signal in signals:

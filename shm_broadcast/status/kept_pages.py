@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from weakref import WeakValueDictionary
+import weakref
+from functools import partial
+from typing import Final
 
+from shm_broadcast import _core
 from shm_broadcast.status.page import own_page
 from shm_broadcast.status.record_file import is_page
 
@@ -12,21 +15,18 @@ __all__ = ["KeptPages"]
 
 
 class _Kept:
-    """The descriptor of a page, which is open as long as somebody keeps it."""
+    """The descriptor of a page, which is open as long as somebody keeps it.
 
-    _descriptor: int = -1
+    Native code closes it. In a finalizer in Python a signal handler may raise: Python drops that, and closes nothing.
+    """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+        self._owner = _core.own_descriptor(descriptor)
 
 
 # By device and inode: ranks that share several groups and queues keep one descriptor of each other's page. Two threads
-# that get a page at the same time may keep two.
-_kept: WeakValueDictionary[tuple[int, int], _Kept] = WeakValueDictionary()
+# that get a page at the same time may keep two. No Python code runs when an entry ends, for the same reason.
+_kept: Final[dict[tuple[int, int], weakref.ref[_Kept]]] = {}
 
 
 class KeptPages:
@@ -52,7 +52,14 @@ class KeptPages:
         kept = _Kept(descriptor)
         if is_page(descriptor):
             status = os.fstat(descriptor)
-            self._pages.append(_kept.setdefault((status.st_dev, status.st_ino), kept))
+            key = status.st_dev, status.st_ino
+            known = _kept.get(key)
+            shared = None if known is None else known()
+            if shared is None:
+                # `pop` gets the reference as the value to return if the entry is gone.
+                _kept[key] = weakref.ref(kept, partial(_kept.pop, key))
+                shared = kept
+            self._pages.append(shared)
 
     def close(self) -> None:
         """Keep nothing more. Idempotent."""

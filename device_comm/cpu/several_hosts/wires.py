@@ -25,7 +25,9 @@ _MOST_BUFFERS: Final = 4
 Check = Callable[[bytes], bool]
 
 # A forked child closes its copies: as long as one is open, the other end does not learn that the parent has died.
-_wires: Final[weakref.WeakSet[Wire]] = weakref.WeakSet()
+# A wire that is collected is taken out by a callback that runs no Python code: Python would drop what a signal handler
+# raises in one that does.
+_wires: Final[set[weakref.ref[Wire]]] = set()
 
 
 class WireError(RuntimeError):
@@ -54,7 +56,7 @@ class Wire:
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         """Own `connection`, which both ends have accepted."""
-        _wires.add(self)
+        _wires.add(weakref.ref(self, _wires.discard))
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
@@ -153,9 +155,10 @@ class Wire:
 
 
 def _close_inherited() -> None:
-    for wire in list(_wires):
-        wire.close()
+    wires = [wire for reference in list(_wires) if (wire := reference()) is not None]
     _wires.clear()
+    for wire in wires:
+        wire.close()
 
 
 os.register_at_fork(after_in_child=_close_inherited)

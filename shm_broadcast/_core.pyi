@@ -335,6 +335,9 @@ def status_copy(mapping: Buffer, /) -> bytes:
 def own_descriptor(descriptor: int, /) -> object:
     """Return an object that closes the descriptor when it is collected, where no signal handler can prevent it."""
 
+def own_duplicate(descriptor: int, /) -> tuple[object, int]:
+    """Return (an object that closes a duplicate when it is collected, the number of the duplicate)."""
+
 def read_file(path: str, /) -> bytes:
     """Return the content of a file. No signal handler can raise between its opening and its closing."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from typing import Any, Final, NoReturn, Protocol
 
+from shm_broadcast import _core
 from shm_broadcast.descriptors import refuse_if_full
 from shm_broadcast.reports.log_fields import LogFields
 
@@ -71,21 +71,21 @@ async def read(end: ReadingEnd, timeout_s: float | None, type_: Any) -> Any:
             await asyncio.sleep(_PAUSE_S)
 
 
-def _duplicate(end: ReadingEnd) -> int:
-    """Return a duplicate of the descriptor, which `close` leaves open; each waiting task or loop has one."""
+def _duplicate(end: ReadingEnd) -> tuple[object, int]:
+    """Return the number of a duplicate of the descriptor, which `close` leaves open, and its owner, which closes it.
+
+    Each waiting task or loop has one. The owner is made together with the duplicate: a signal handler that raises
+    leaves none open.
+    """
     descriptor = end.fileno("adequeue")
     try:
-        own = os.dup(descriptor)
+        own = _core.own_duplicate(descriptor)
     except OSError as error:
         end.fileno("adequeue")  # if another thread has closed this end meanwhile, it says so
         refuse_if_full("fcntl", "gives each call that waits a descriptor of its own", error)
         raise
-    try:
-        # `close` closes the end before its descriptor: if the end is open now, the number was its own then.
-        end.fileno("adequeue")
-    except BaseException:
-        os.close(own)
-        raise
+    # `close` closes the end before its descriptor: if the end is open now, the number was its own then.
+    end.fileno("adequeue")
     return own
 
 
@@ -98,14 +98,17 @@ async def _readable(end: ReadingEnd, within_s: float) -> None:
         if not woken.done():
             woken.set_result(None)
 
-    own = _duplicate(end)
+    owner, number = _duplicate(end)
+    timer: asyncio.TimerHandle | None = None
     try:
-        loop.add_reader(own, wake)
+        loop.add_reader(number, wake)
         timer = loop.call_later(within_s, wake)
-        try:
-            await woken
-        finally:
-            timer.cancel()
-            loop.remove_reader(own)
+        await woken
     finally:
-        os.close(own)
+        # The loop must forget the number before it is closed, and another descriptor gets it.
+        try:
+            loop.remove_reader(number)
+        finally:
+            del owner
+            if timer is not None:
+                timer.cancel()

@@ -4,19 +4,30 @@ import asyncio
 import fcntl
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from itertools import count
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from shm_broadcast.errors import CapabilityError, ClosedError, GroupBrokenError, InternalError
+from shm_broadcast import _core
+from shm_broadcast.errors import (
+    CapabilityError,
+    ClosedError,
+    CommTimeoutError,
+    GroupBrokenError,
+    InternalError,
+)
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.reports.log_fields import LogFields
 from shm_broadcast.ring.signal import _end_all
+from tests.handlers import Interrupt
 from tests.queues import queue
 from tests.waiting import wait_until
 
@@ -104,10 +115,10 @@ def test_a_number_that_the_thread_has_closed_is_not_used() -> None:
 def test_a_close_before_the_descriptor_is_duplicated_ends_the_call(*, is_reused: bool) -> None:
     """`adequeue` raises `ClosedError` at once, also if something else has the number meanwhile, and leaves nothing."""
     with queue() as (_, [reader]):
-        before = os.dup
+        before = _core.own_duplicate
         source, sink = os.pipe()
 
-        def dup(descriptor: int) -> int:
+        def dup(descriptor: int) -> tuple[object, int]:
             reader.close()
             if is_reused:
                 os.dup2(source, descriptor)
@@ -117,12 +128,56 @@ def test_a_close_before_the_descriptor_is_duplicated_ends_the_call(*, is_reused:
             return before(descriptor)
 
         with (
-            mock.patch.object(os, "dup", dup),
+            mock.patch.object(_core, "own_duplicate", dup),
             pytest.raises(ClosedError, match="queue was closed"),
         ):
             asyncio.run(reader.adequeue(LONG_S))
         os.close(source)
         os.close(sink)
+
+
+def struck_at(step: int, call: Callable[[], object]) -> bool:
+    """Run `call`, and raise at a place of the coroutine that waits for a descriptor; return whether that place came."""
+    places = count()
+
+    def profile(frame: FrameType, event: str, _arg: object) -> None:
+        # asyncio drops what is raised in a callback of its loop.
+        is_ours = frame.f_code.co_filename.endswith("/awaiting.py") and frame.f_code.co_name != "wake"
+        if event in ("call", "c_return") and is_ours and next(places) == step:
+            sys.setprofile(None)
+            raise Interrupt
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.guarantee("B14", "R18")
+def test_a_strike_at_any_place_of_adequeue_leaves_neither_a_descriptor_nor_an_entry_of_the_loop() -> None:
+    """The loop would take the next descriptor with that number for the old one, and nobody would be woken."""
+    with queue() as (writer, [reader]), closing(asyncio.new_event_loop()) as loop:
+        reader.fileno()
+        entries = len(loop._selector.get_map())  # type: ignore[attr-defined]
+        before = len(os.listdir("/proc/self/fd"))
+
+        def wait() -> None:
+            with pytest.raises(CommTimeoutError):
+                loop.run_until_complete(reader.adequeue(0.002))
+
+        for step in count():
+            came = struck_at(step, wait)
+            assert len(os.listdir("/proc/self/fd")) == before
+            assert len(loop._selector.get_map()) == entries  # type: ignore[attr-defined]
+            writer.enqueue(step)
+            assert loop.run_until_complete(reader.adequeue(LONG_S)) == step
+            if not came:
+                break
+        assert step > 10
 
 
 @pytest.mark.guarantee("B14")

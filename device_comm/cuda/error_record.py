@@ -101,10 +101,10 @@ class DeathWatch:
             with contextlib.suppress(OSError):  # a teardown closes the watch first, then calls `stop`
                 if self._health.lost():
                     self._record.abort()
-                    # A rank that has left in order before it ended breaks nothing.
+                    # A rank that has left in order before it ended breaks nothing; the others are still watched.
                     if self._health.gone():
                         self._failed()
-                    return
+                        return
                 if self._record.words[0]:
                     self._failed()
                     return

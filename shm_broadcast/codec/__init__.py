@@ -255,6 +255,8 @@ def convert(value: Any, wanted: Any) -> Any:
         if raised_by_handler(error):
             raise
         raise UsageError(f"decode to {_name_of(wanted)}: {error}") from error
+    except MemoryError:
+        raise  # the message is not at fault
     except Exception as error:
         if raised_by_handler(error):
             raise

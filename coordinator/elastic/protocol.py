@@ -61,7 +61,7 @@ _OVERTAKEN: Final = "the members have changed otherwise"
 
 
 class Put(msgspec.Struct, frozen=True):
-    """Set a key that only this member writes."""
+    """Set a key whatever it holds: only this member writes it, or all writers mean the same."""
 
     key: str
     value: str

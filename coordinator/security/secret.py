@@ -77,8 +77,8 @@ def from_file(path: str) -> Secret:
     """Return the secret in a file, whose bytes count as they are, a line's end included.
 
     Raises:
-        UsageError: The file cannot be read, is not a regular one, is accessible to others than its owner, belongs to
-            another user, or holds no secret. A symbolic link counts as what it points to.
+        UsageError: The file cannot be read, is not a regular one, is accessible to others than its owner, belongs
+            neither to this user nor to root, or holds no secret. A symbolic link counts as what it points to.
         CapabilityError: This process can have no further thread.
     """
     return _read_aside(partial(_open_and_read, path))

@@ -32,8 +32,9 @@ from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.layout import segment_bytes
 from shm_broadcast.segment import Segment
 
-# Bytes of records in a channel. The channel owns a message of up to half of this at once; a longer one
-# streams through. This much stays in the second-level caches, so data is read before it gets to memory.
+# Bytes of records in a channel. The channel owns a message of up to half of this at once, unless it is full
+# or earlier messages wait; a longer one streams through. This much stays in the second-level caches, so data
+# is read before it gets to memory.
 CHANNEL_BYTES: Final = 1 << 20
 
 # Making a channel takes less than 1 ms. The other rank checks this often whether it is ready.

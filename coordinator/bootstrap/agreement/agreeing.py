@@ -3,9 +3,10 @@
 The first rank to arrive writes a digest of its facts into the store, and the others compare theirs. The last one writes
 the outcome. A rank that finds a difference, whose deadline passes, that notices a death or is interrupted, writes the
 failure as the outcome. The waiting ranks sleep until there is an outcome, and ask the store once a second who has come.
+If the store is a file, in which nobody can sleep, they look for the outcome every 0.2 to 20 ms.
 
-A rank asks the store for less than ten things however many ranks there are and however late they come, and gets what is
-written for its own host. `outcomes` holds what is in the store, `views` what a rank knows in the end.
+A rank asks a served store for less than ten things however many ranks there are and however late they come, and gets
+what is written for its own host. `outcomes` holds what is in the store, `views` what a rank knows in the end.
 """
 
 from __future__ import annotations

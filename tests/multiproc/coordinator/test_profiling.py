@@ -5,6 +5,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from coordinator import (
 from coordinator.calls import Calls
 from coordinator.torch_interop.profiling import PREFIX, RECORDED
 from tests.harness import run_ranks
+from tests.waiting import wait_until
 
+LATE_S = 0.3
 OURS = re.compile(re.escape(PREFIX) + r"\w+ on \S+")
 
 
@@ -43,10 +46,16 @@ def calls_are_recorded(rank: int, world_size: int, directory: Path) -> None:
     group = get_world_group()
     group.enable_broadcaster()
     tensor = torch.ones(4)
+    times = count()
 
     def calls() -> None:
+        begun = directory / f"begun-{next(times)}"
         if rank:
-            time.sleep(0.05)
+            # Late by much more than a busy machine takes to let the other rank go from its file to its call.
+            wait_until(begun.exists, "the other rank's first call", 20.0)
+            time.sleep(LATE_S)
+        else:
+            begun.touch()
         group.all_reduce(tensor)
         group.all_gather(tensor, 0)
         group.barrier()
@@ -69,7 +78,7 @@ def calls_are_recorded(rank: int, world_size: int, directory: Path) -> None:
     names = [name for name, _ in found]
     assert names == [f"{PREFIX}{call} on world:0" for call in expected]
     if rank == 0:
-        # It waited in the first call for the rank that came later.
+        # It waited in the first call for the rank that came later by `LATE_S`.
         assert found[0][1] > 40_000
     assert recorded(calls, file) == []
     destroy_distributed_environment()

@@ -96,7 +96,7 @@ def test_ctrl_c_while_rank_0_waits_for_the_others_to_leave_ends_its_store(tmp_pa
     others = listening_ports()
     keep(join_address(HERE, port, 0, 2, settings))
     other = join_address(HERE, port, 1, 2, settings)
-    with alarm(0.03, strike), pytest.raises(StruckError):
+    with pytest.raises(StruckError), alarm(0.03, strike):
         leave_world()
     assert listening_ports() == others
     with pytest.raises(dist.DistNetworkError, match="rank 0 has left"):

@@ -368,7 +368,7 @@ def test_a_close_that_a_handler_interrupts_is_done_nevertheless() -> None:
     def strike() -> None:
         raise AlarmError("struck")
 
-    with alarm(strike, 0.1), pytest.raises(AlarmError):
+    with pytest.raises(AlarmError), alarm(strike, 0.1):
         connection.close()
     assert not library.is_freed
     progress.stuck = False
@@ -388,7 +388,7 @@ def test_a_second_close_waits_for_what_the_first_has_left() -> None:
     def strike() -> None:
         raise AlarmError("struck")
 
-    with alarm(strike, 0.1), suppress(AlarmError):
+    with suppress(AlarmError), alarm(strike, 0.1):
         connection.close()
 
     def finish() -> None:

@@ -127,7 +127,7 @@ def test_an_interrupt_ends_the_wait_for_a_silent_writer() -> None:
         silent.listen()
         handle = msgspec.structs.replace(writer.handle, address=address)
         before, start = open_now(), time.monotonic()
-        with alarm(0.1, interrupt), pytest.raises(Interrupt):
+        with pytest.raises(Interrupt), alarm(0.1, interrupt):
             QueueReader.open(handle, writer.key, 0, 30.0)
         assert time.monotonic() - start < 5.0
         wait_until(lambda: open_now() <= before, "the end of the thread")
@@ -142,7 +142,7 @@ def test_what_is_made_for_nobody_is_dropped_by_who_makes_it() -> None:
         may_end.wait()
         return "made"
 
-    with alarm(0.05, interrupt), pytest.raises(Interrupt):
+    with pytest.raises(Interrupt), alarm(0.05, interrupt):
         made_aside(make, dropped.append, interrupt)
     assert not dropped
     may_end.set()

@@ -134,7 +134,9 @@ def _signature(function: Any) -> str:
         each.replace(annotation=_bare(each.annotation), default=_steady(each.default))
         for each in signature.parameters.values()
     ]
-    return str(signature.replace(parameters=parameters, return_annotation=_bare(signature.return_annotation)))
+    bare = signature.replace(parameters=parameters, return_annotation=_bare(signature.return_annotation))
+    # Python 3.13 leaves the module out.
+    return str(bare).replace("typing.Annotated", "Annotated")
 
 
 def _result(getter: Any) -> str:

@@ -20,7 +20,7 @@ from coordinator.queues.external_writer import ExternalWriter
 from coordinator.queues.guard import GroupQueueGuard
 from coordinator.queues.store_exchange import StoreExchange
 from coordinator.settings import CoordinatorSettings
-from device_comm.health import GroupHealth
+from device_comm.health import GroupHealth, Operation
 from shm_broadcast.codec import register_type
 from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import CapabilityError, CommError, DecodeError, UsageError
@@ -136,6 +136,7 @@ class GroupQueues:
             UsageError: An external writer cannot be used: it is of another type, its readers do not include all ranks
                 of the group, or ranks passed different ones. Every rank raises this.
             CapabilityError: A rank could not create or open its end. Every rank raises this.
+            PeerLostError: A rank has ended; the group is broken.
         """
         infos = self._exchange_rank_info(external)
         if any(info.external for info in infos):
@@ -244,7 +245,8 @@ class GroupQueues:
     ) -> dict[int, QueueReader]:
         """Open the reading ends of the queues of `writers`. Collective.
 
-        If any rank fails, all ranks close what they have opened, and raise the same `CapabilityError`.
+        If any rank fails, all ranks close what they have opened, and raise the same `CapabilityError`; or
+        `PeerLostError` if a rank has ended, after which the group is broken.
         """
         ends: dict[int, QueueReader] = {}
         failure = ""
@@ -259,7 +261,11 @@ class GroupQueues:
                     undo.callback(ends[writer].close)
             except CommError as error:
                 failure = self._blame(error)
-            self._agree(self._gather(failure))
+            failures: list[str] = self._gather(failure)
+            if any(failures):
+                # A writer that has ended since it took part in the exchange answers no reader.
+                self._health.check_peers(Operation("host", "create queue", 0))
+            self._agree(failures)
             undo.pop_all()
         return ends
 

@@ -1,0 +1,51 @@
+"""Creating a queue of a group when a rank ends in the middle."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.queues.group_queues import GroupQueues
+from shm_broadcast.errors import CommTimeoutError
+from shm_broadcast.queue import QueueReader
+from tests.harness import run_ranks
+from tests.waiting import wait_until
+from tests.worlds import outcome_of, world
+
+
+def writer_dies(rank: int, world_size: int, directory: Path) -> dict[str, Any] | None:
+    """Kill rank 0 once it has said that it has opened all its ends, which are none, and before rank 1 says so."""
+    (directory / f"pid-{rank}").write_text(str(os.getpid()))
+    told = directory / "told"
+    gather = GroupQueues._gather
+
+    def gathering(queues: GroupQueues, obj: object) -> list[Any]:
+        if obj == "":
+            told.touch()
+        return gather(queues, obj)
+
+    def unanswered(*_args: object, **_kwargs: object) -> None:
+        wait_until(told.exists, "the writer's word", 20.0)
+        time.sleep(0.3)
+        os.kill(int((directory / "pid-0").read_text()), signal.SIGKILL)
+        wait_until(group._health.watch.lost, "the writer's end", 20.0)
+        raise CommTimeoutError("no answer from the writer", missing=(0,))
+
+    with world(rank, world_size, directory) as group, pytest.MonkeyPatch.context() as patches:
+        if rank == 0:
+            patches.setattr(GroupQueues, "_gather", gathering)
+        else:
+            patches.setattr(QueueReader, "open", unanswered)
+        group.barrier()
+        found = outcome_of(lambda: group.create_mq_broadcaster(0))
+        return {**found, "is_broken": group._health.is_broken}
+
+
+@pytest.mark.guarantee("D7")
+def test_a_writer_that_ends_while_its_readers_open_a_queue_is_named() -> None:
+    """It answers no reader. All had its word that nothing had failed there, which it gave before."""
+    _, found = run_ranks(writer_dies, 2, expect_dead=[0])
+    assert (found["kind"], found["peers"], found["is_broken"]) == ("PeerLostError", [0], True)

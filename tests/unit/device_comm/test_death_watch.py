@@ -50,3 +50,17 @@ def test_a_rank_that_ends_without_having_left_breaks_a_group_that_only_replays(h
     assert record.was_aborted.wait(SOON_S)
     watch.stop()
     assert failures == ([] if has_left else [True])
+
+
+@pytest.mark.guarantee("D54")
+def test_the_others_are_watched_after_one_that_has_left_has_ended() -> None:
+    """The end of the first ends kernels that wait, and that of another one breaks the group."""
+    record: Any = Record()
+    health: Any = Health(has_left=True)
+    has_failed = threading.Event()
+    watch = DeathWatch(record, health, has_failed.set)
+    assert record.was_aborted.wait(SOON_S)
+    assert not has_failed.wait(0.2)
+    health._gone = (10,)
+    assert has_failed.wait(SOON_S)
+    watch.stop()

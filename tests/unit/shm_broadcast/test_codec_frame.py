@@ -168,3 +168,14 @@ def test_a_type_that_cannot_be_asked_for_is_a_usage_error() -> None:
     """A type that msgspec cannot convert to raises UsageError."""
     with pytest.raises(UsageError, match="decode to"):
         decode(encode(1).to_bytes(), type=lambda: None)
+
+
+def test_a_conversion_without_memory_is_no_fault_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MemoryError` passes as it is."""
+
+    def convert(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(msgspec, "convert", convert)
+    with pytest.raises(MemoryError):
+        decode(encode({"x": 1}).to_bytes(), type=dict[str, int])

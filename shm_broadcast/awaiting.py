@@ -85,7 +85,11 @@ def _duplicate(end: ReadingEnd) -> tuple[object, int]:
         refuse_if_full("fcntl", "gives each call that waits a descriptor of its own", error)
         raise
     # `close` closes the end before its descriptor: if the end is open now, the number was its own then.
-    end.fileno("adequeue")
+    try:
+        end.fileno("adequeue")
+    except BaseException:
+        del own  # else the error's traceback would keep the duplicate open
+        raise
     return own
 
 

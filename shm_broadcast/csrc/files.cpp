@@ -48,30 +48,31 @@ void close_owned(PyObject* capsule) {
     ::close(static_cast<int>(reinterpret_cast<intptr_t>(PyCapsule_GetPointer(capsule, kOwned)) - 1));
 }
 
+// Returns -1 with an exception for what is no descriptor.
+int descriptor_of(PyObject* number) {
+    const long descriptor = PyLong_AsLong(number);
+    if (descriptor == -1 && PyErr_Occurred()) return -1;
+    if (descriptor >= 0 && descriptor < INT_MAX) return static_cast<int>(descriptor);
+    PyErr_Format(PyExc_ValueError, "%ld is no descriptor", descriptor);
+    return -1;
+}
+
 PyObject* owned(int descriptor) {
     return PyCapsule_New(reinterpret_cast<void*>(static_cast<intptr_t>(descriptor) + 1), kOwned, close_owned);
 }
 
 // own_descriptor(descriptor) -> an object that closes the descriptor when it is collected
 PyObject* own_descriptor(PyObject*, PyObject* number) {
-    const long descriptor = PyLong_AsLong(number);
-    if (descriptor == -1 && PyErr_Occurred()) return nullptr;
-    if (descriptor < 0 || descriptor >= INT_MAX) {
-        PyErr_Format(PyExc_ValueError, "%ld is no descriptor", descriptor);
-        return nullptr;
-    }
-    return owned(static_cast<int>(descriptor));
+    const int descriptor = descriptor_of(number);
+    if (descriptor < 0) return nullptr;
+    return owned(descriptor);
 }
 
 // own_duplicate(descriptor) -> (object that closes a duplicate when it is collected, number of the duplicate)
 PyObject* own_duplicate(PyObject*, PyObject* number) {
-    const long descriptor = PyLong_AsLong(number);
-    if (descriptor == -1 && PyErr_Occurred()) return nullptr;
-    if (descriptor < 0 || descriptor >= INT_MAX) {
-        PyErr_Format(PyExc_ValueError, "%ld is no descriptor", descriptor);
-        return nullptr;
-    }
-    const int duplicate = ::fcntl(static_cast<int>(descriptor), F_DUPFD_CLOEXEC, 0);
+    const int descriptor = descriptor_of(number);
+    if (descriptor < 0) return nullptr;
+    const int duplicate = ::fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
     if (duplicate < 0) return PyErr_SetFromErrno(PyExc_OSError);
     PyObject* owner = owned(duplicate);
     if (owner == nullptr) {

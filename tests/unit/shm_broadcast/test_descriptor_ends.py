@@ -127,11 +127,23 @@ def test_a_close_before_the_descriptor_is_duplicated_ends_the_call(*, is_reused:
                 return own
             return before(descriptor)
 
+        numbers: list[int] = []
+
+        def noting(descriptor: int) -> tuple[object, int]:
+            owner, number = dup(descriptor)
+            numbers.append(number)
+            return owner, number
+
         with (
-            mock.patch.object(_core, "own_duplicate", dup),
-            pytest.raises(ClosedError, match="queue was closed"),
+            mock.patch.object(_core, "own_duplicate", noting),
+            pytest.raises(ClosedError, match="queue was closed") as caught,
         ):
             asyncio.run(reader.adequeue(LONG_S))
+        # The error, which is kept here, keeps no duplicate open.
+        for number in numbers:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(number)
+        assert caught.value.__traceback__ is not None
         os.close(source)
         os.close(sink)
 

@@ -260,12 +260,11 @@ class GroupQueues:
                     )
                     undo.callback(ends[writer].close)
             except CommError as error:
-                failure = self._blame(error)
-            failures: list[str] = self._gather(failure)
-            if any(failures):
-                # A writer that has ended since it took part in the exchange answers no reader.
+                # A writer that has ended answers no reader, though it may have told all that nothing failed there.
+                # The other ranks, which wait for this one in the exchange, get what this publishes.
                 self._health.check_peers(Operation("host", "create queue", 0))
-            self._agree(failures)
+                failure = self._blame(error)
+            self._agree(self._gather(failure))
             undo.pop_all()
         return ends
 

@@ -207,11 +207,10 @@ class Link:
 
 
 def _close_inherited() -> None:
-    links = [reference() for reference in list(_links)]
+    links = [link for reference in list(_links) if (link := reference()) is not None]
     _links.clear()
     for link in links:
-        if link is not None:
-            link.close()
+        link.close()
 
 
 os.register_at_fork(after_in_child=_close_inherited)

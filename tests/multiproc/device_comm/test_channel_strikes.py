@@ -94,21 +94,22 @@ def test_a_strike_at_any_step_of_a_long_send_takes_it_back_or_breaks_the_group(
     assert set(outcomes) == {"sent", "struck", "broken"}
 
 
+def struck(*_: object) -> None:
+    """Raise as a handler, in the place of any function."""
+    raise AlarmError("struck")
+
+
 @pytest.mark.guarantee("D15")
 @pytest.mark.parametrize("call", [send, isend])
 def test_a_second_strike_while_a_message_is_taken_back_breaks_the_group(
     call: Callable[[Channels, Any, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has taken it back then, and its memory is the caller's again."""
-
-    def strike_twice(*_: object) -> None:
-        raise AlarmError("struck")
-
     with opened() as (zero, _):
         # The first strikes between the queue and the wait, the second where the function begins that takes it back.
-        monkeypatch.setattr(channels, "Writing", strike_twice)
-        monkeypatch.setattr(channels, "PointToPointHandle", strike_twice)
-        monkeypatch.setattr(Channels, "_withdraw", strike_twice)
+        monkeypatch.setattr(channels, "Writing", struck)
+        monkeypatch.setattr(channels, "PointToPointHandle", struck)
+        monkeypatch.setattr(Channels, "_withdraw", struck)
         with pytest.raises(AlarmError):
             call(zero, LONG, 1)
         assert health_of(zero).is_broken
@@ -120,10 +121,6 @@ def test_a_third_strike_while_the_group_breaks_leaves_that_to_the_next_call(
     call: Callable[[Channels, Any, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The group must not go on with a message that nobody has taken back."""
-
-    def strike_again(*_: object) -> None:
-        raise AlarmError("struck")
-
     with opened() as (zero, _):
         with monkeypatch.context() as patches:
             for owner, name in (
@@ -132,7 +129,7 @@ def test_a_third_strike_while_the_group_breaks_leaves_that_to_the_next_call(
                 (Channels, "_withdraw"),
                 (health.GroupHealth, "left_halfway"),
             ):
-                patches.setattr(owner, name, strike_again)
+                patches.setattr(owner, name, struck)
             with pytest.raises(AlarmError):
                 call(zero, LONG, 1)
             assert not health_of(zero).is_broken

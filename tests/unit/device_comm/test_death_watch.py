@@ -26,6 +26,9 @@ class Health:
     def gone(self) -> tuple[int, ...]:
         return self._gone
 
+    def others_failed(self) -> bool:
+        return False
+
 
 class Record:
     """The record of kernels that have reported nothing."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 __all__ = ["connections", "free_port", "listening_addresses", "listening_ports"]
 
-# States of include/net/tcp_states.h, as /proc/net/tcp prints them.
-ESTABLISHED = "01"
-LISTEN = "0A"
+# States of include/net/tcp_states.h.
+ESTABLISHED = 1
+LISTEN = 10
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -38,36 +38,26 @@ def connections() -> int:
     return len(_own_sockets(ESTABLISHED))
 
 
-def _own_sockets(state: str) -> list[tuple[str, int]]:
-    """Return the own address and port of each TCP socket of this process that is in a state."""
-    inodes = _own_socket_inodes()
+def _own_sockets(state: int) -> list[tuple[str, int]]:
+    """Return the own address and port of each TCP socket of this process that is in a state.
+
+    Each descriptor is asked: /proc/net/tcp may leave a socket out while those of other processes come and go.
+    """
     found = list[tuple[str, int]]()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        path = Path(f"/proc/self/net/{table}")
-        if not path.exists():
-            continue
-        for line in path.read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == state and fields[9] in inodes:
-                address, _, port = fields[1].partition(":")
-                found.append((_decoded(address, family), int(port, 16)))
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError), _duplicate(int(descriptor)) as own:  # it is closed meanwhile, or no socket
+            is_tcp = own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM
+            # The first byte of `struct tcp_info` is the state.
+            if is_tcp and own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == state:
+                address, port, *_ = own.getsockname()
+                found.append((address, port))
     return found
 
 
-def _own_socket_inodes() -> set[str]:
-    inodes = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except FileNotFoundError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[len("socket:[") : -1])
-    return inodes
-
-
-def _decoded(text: str, family: socket.AddressFamily) -> str:
-    """Decode an address of /proc/net: 32-bit words in the host's byte order."""
-    raw = bytes.fromhex(text)
-    words = [raw[start : start + 4][::-1] for start in range(0, len(raw), 4)]
-    return socket.inet_ntop(family, b"".join(words))
+def _duplicate(descriptor: int) -> socket.socket:
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

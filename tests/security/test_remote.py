@@ -322,7 +322,7 @@ def test_only_one_address_of_this_host_can_be_bound(address: str) -> None:
 @pytest.mark.guarantee("R11")
 @pytest.mark.parametrize("address", [HERE, "127.0.0.9", "::1"])
 def test_it_listens_on_that_address_alone(address: str) -> None:
-    """/proc/net/tcp shows one new listener, on the given address."""
+    """The process has one new listener, on the given address."""
     before = listening_addresses()
     keys = RemoteKeys.generate()
     writer = RemoteWriter.create("steps", {1: keys.public}, address)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from coordinator.errors import UsageError
 from coordinator.torch_backend.process_group import BackendProcessGroup
 from tests.harness import RankPool
+from tests.ports import listening_addresses
 from tests.torch_groups import BACKENDS, OURS, torch_world
 from tests.worlds import ApartPool
 
@@ -378,13 +379,6 @@ def refuses_devices(rank: int, world_size: int, directory: Path) -> bool:
     return False
 
 
-def listening_addresses() -> list[str]:
-    """Return the IPv4 addresses on which this process listens, as the kernel writes them in hexadecimal."""
-    files = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return sorted({row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in files})
-
-
 def on_gloo(rank: int, world_size: int, directory: Path) -> list[Any]:
     with torch_world(rank, world_size, directory) as world:
         x = torch.ones(2) * rank
@@ -400,4 +394,4 @@ def test_ranks_on_several_hosts_use_gloo(ranks2: RankPool) -> None:
     """The group is an ordinary process group with Gloo inside, which does not listen on a wildcard address."""
     for found in ApartPool(ranks2).run(on_gloo, check_leaks=False):
         assert found[:3] == [[2.0, 2.0], OURS, True]
-        assert found[3] == ["0100007F"]
+        assert found[3] == ["127.0.0.1"]

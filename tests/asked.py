@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from shm_broadcast.liveness import ProcessIdentity, _stat_fields, this_process
 from shm_broadcast.stacks.offered import DEFAULT_SIGNAL, HEADER_BYTES
+from tests.strict import STRICT
 from tests.waiting import wait_until
 
 __all__ = ["HANGS", "PRELUDE", "hanging", "identity_of", "said_by", "write_once", "written_by"]
@@ -40,9 +40,7 @@ HANGS = {
 def hanging(code: str, offers: str = "offer_stacks(NUMBER)") -> Iterator["subprocess.Popen[str]"]:
     """Run `offers` and `code` in a new process, and yield it once it is ready; kill it at the end."""
     text = f"{PRELUDE}\n{offers}\n{code}\nhangs_here()\n"
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", text], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*STRICT, "-c", text], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with process:
         try:
             assert process.stdout is not None
@@ -56,7 +54,7 @@ def hanging(code: str, offers: str = "offer_stacks(NUMBER)") -> Iterator["subpro
 def said_by(code: str) -> str:
     """Run `code` in a new process, which must end well; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PRELUDE + code],
+        [*STRICT, "-c", PRELUDE + code],
         cwd=ROOT,
         capture_output=True,
         text=True,

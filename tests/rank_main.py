@@ -30,6 +30,7 @@ import msgspec
 
 from tests.leaks import Snapshot, leaked_since
 from tests.rank_exit import RankExit
+from tests.strict import STRICT
 
 __all__ = ["STACKS_SIGNAL", "end_briefly", "import_foreign", "receive", "send"]
 
@@ -145,9 +146,7 @@ def _fork_rank(control: socket.socket, descriptor: int, spawn: Message, foreign:
     if spawn["fresh"]:
         os.set_inheritable(descriptor, True)
         command = [
-            sys.executable,
-            "-W",
-            "error",
+            *STRICT,
             "-m",
             __spec__.name,
             "rank",

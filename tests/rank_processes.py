@@ -7,12 +7,12 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from tests.rank_main import STACKS_SIGNAL, Message, receive, send
+from tests.strict import STRICT
 
 __all__ = ["ONE_THREAD", "RankProcess", "own_children", "own_descriptors", "stop_server"]
 
@@ -31,7 +31,7 @@ class _Server:
         self.channel, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "tests.rank_main", "server", str(theirs.fileno())],
+                [*STRICT, "-m", "tests.rank_main", "server", str(theirs.fileno())],
                 cwd=ROOT,
                 env={**os.environ, **ONE_THREAD},
                 stdin=subprocess.DEVNULL,

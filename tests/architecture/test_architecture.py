@@ -3,7 +3,6 @@
 import ast
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from device_comm.base import DeviceCommunicator
 from tests.architecture import rules
 from tests.architecture.count_lines import count, crowded_folders
+from tests.strict import STRICT
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ["shm_broadcast", "device_comm", "coordinator"]
@@ -352,7 +352,7 @@ print("cuda", torch.cuda.is_initialized())
 def run_python(code: str) -> dict[str, list[str]]:
     """Run `code` in a new interpreter with a misspelt variable set; return its printed lines by first word."""
     outcome = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [*STRICT, "-c", code],
         check=False,
         cwd=ROOT,
         env={"GROUP_COORDINATOR_X": "1", "RANK": "no number"},

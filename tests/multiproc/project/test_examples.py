@@ -15,6 +15,7 @@ from tests.harness import RankPool
 from tests.hosts import report, run_on_two_hosts
 from tests.ports import free_port
 from tests.probes import requires
+from tests.strict import STRICT
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -81,7 +82,7 @@ def test_a_scheduler_broadcasts_without_torch() -> None:
         "    assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [*STRICT, "-c", code],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -2,7 +2,6 @@
 
 import pathlib
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +26,7 @@ from coordinator import (
 from coordinator.groups import DIMENSIONS
 from coordinator.testing import FakeGroupCoordinator, fake_groups
 from tests.fake_groups import TABLE, tensor_dict
+from tests.strict import STRICT
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -92,7 +92,7 @@ def test_a_fake_needs_nothing() -> None:
         "assert threading.active_count() == 1\n"
         "assert not torch.distributed.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT)
+    subprocess.run([*STRICT, "-c", code], check=True, cwd=ROOT)
 
 
 def test_a_fake_has_no_process_groups(group: FakeGroupCoordinator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from itertools import product
@@ -192,6 +193,8 @@ def refused_by_the_collector(rank: int, world_size: int, directory: Path, name: 
         def mark_and_wait(*arguments: Any, **options: Any) -> None:
             waiting.append("")
             try:
+                # A wait for a collective makes too little for the collector of Python 3.12 and later to come by itself.
+                gc.collect(0)
                 wait(*arguments, **options)
             finally:
                 waiting.clear()

@@ -182,13 +182,13 @@ def test_a_collector_that_comes_by_everywhere_disturbs_no_message(*, writes: boo
         nested = partial(writer.enqueue, "nested") if writes else partial(reader.dequeue, None)
         counted = Counted(writer if writes else reader, nested)
         outcome: list[Any]
+        # What the hook makes lets the collector run inside of the call.
+        makes_some = called_by(ENCODING if writes else DECODING, lambda: [[] for _ in range(3)])
         if writes:
-            with background(read) as outcome, collecting(counted):
+            with makes_some, background(read) as outcome, collecting(counted):
                 sent = send()
             (found,) = outcome
         else:
-            # What the hook makes lets the collector run inside of the call.
-            makes_some = called_by(DECODING, lambda: [[] for _ in range(3)])
             with makes_some, background(send) as outcome, collecting(counted):
                 found = read()
             (sent,) = outcome

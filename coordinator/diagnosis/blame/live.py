@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from coordinator.diagnosis.blame.evidence import Evidence, Process, ProcessState
-from coordinator.diagnosis.blame.members import key_of, newest_groups
+from coordinator.diagnosis.blame.members import GroupKey, key_of, newest_groups
 from coordinator.diagnosis.model import Lane, Page, Queue
 from coordinator.diagnosis.queues import Ring
 from coordinator.diagnosis.top.sampling import Sample, Sampler, Seen
@@ -37,7 +37,8 @@ def look_at_jobs(pids: Iterable[int], waiting_s: float) -> tuple[Evidence, ...]:
     try:
         before = sampler.sample(newest=0)
         time.sleep(_APART_S)
-        now = sampler.sample(newest=TABLES["records"].number)
+        # On a busy machine a rank may have made its page since the first search, and the group since then.
+        now = sampler.sample(newest=TABLES["records"].number, searches=True)
     finally:
         sampler.close()
     wanted = set(pids)
@@ -126,7 +127,8 @@ def evidence_of(before: Sample, now: Sample, seen: Sequence[Seen], waiting_s: fl
         unseen.append(f"processes whose descriptors this one may not read: {len(now.refused)}")
     # If a page belongs to another container, a member without a page may live in another container too.
     is_all_seen = not now.refused and not now.faults and not any(each.is_foreign for each in seen)
-    return Evidence(processes, rings, _ended(processes) if is_all_seen else {}, tuple(unseen))
+    known = {key_of(group) for each in before.seen for group in each.page.groups}
+    return Evidence(processes, rings, _ended(processes, known) if is_all_seen else {}, tuple(unseen))
 
 
 def _waited(before: Ring, now: Ring, until_ns: float) -> Ring:
@@ -184,14 +186,18 @@ def _state(seen: Seen) -> ProcessState:
     return "stopped" if seen.process.is_stopped else "alive"
 
 
-def _ended(processes: tuple[Process, ...]) -> dict[int, str]:
-    """Return the ranks of which nothing is left though their groups share the memory of this host."""
+def _ended(processes: tuple[Process, ...], known: Container[GroupKey]) -> dict[int, str]:
+    """Return the ranks of which nothing is left though their groups share the memory of this host.
+
+    Only groups count that were `known` before the search for pages: each rank makes its page before it joins a group.
+    """
     found: dict[int, str] = {}
     there = {process.page.rank for process in processes}
     for process in processes:
         for group in process.page.groups:
             # A plane with such a name is in memory of the whole group, not of its ranks on one host only.
-            if group.state == "left" or not any(lane.plane.startswith("shared") for lane in group.lanes):
+            is_shared = any(lane.plane.startswith("shared") for lane in group.lanes)
+            if group.state == "left" or not is_shared or key_of(group) not in known:
                 continue
             places = {
                 each.place

@@ -133,13 +133,14 @@ class Sampler:
             kept.memory.close()
         self._kept.clear()
 
-    def sample(self, newest: int = NEWEST) -> Sample:
+    def sample(self, newest: int = NEWEST, *, searches: bool = False) -> Sample:
         """Look at every page, and search for new ones if it is time.
 
         Args:
             newest: How many of the calls that have ended to decode, in each page.
+            searches: Search in any case.
         """
-        if time.monotonic() >= self._next_search_s:
+        if searches or time.monotonic() >= self._next_search_s:
             began_s = time.thread_time()
             self._search()
             took_s = time.thread_time() - began_s

@@ -189,6 +189,8 @@ def test_a_member_without_a_page_on_this_host_has_ended() -> None:
     evidence = evidence_of(look(two), look(two), two, 1.0)
     assert list(evidence.ended) == [2]
     assert judge(evidence).findings[0].ranks == (2,)
+    # A group that was not there in the first look may have been made after the search for pages.
+    assert evidence_of(look([]), look(two), two, 1.0).ended == {}
     refused = msgspec.structs.replace(look(two), refused=(1,))
     hidden = evidence_of(refused, refused, two, 1.0)
     assert hidden.ended == {}

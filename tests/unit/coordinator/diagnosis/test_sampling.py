@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from coordinator.diagnosis import pages
+from coordinator.diagnosis.blame.live import look_at_jobs
 from coordinator.diagnosis.pages import find_pages
 from coordinator.diagnosis.processes import look_at
 from coordinator.diagnosis.top import sampling
@@ -128,6 +129,16 @@ def test_processes_are_searched_seldom(sampler: Sampler, monkeypatch: pytest.Mon
         now_s += 1
         sampler.sample()
         assert len(searched) == 3
+
+
+@pytest.mark.guarantee("W2")
+def test_blame_finds_a_page_that_came_after_its_first_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine ranks make their pages, and join a group, between the first search and the last look."""
+    with child(GOOD) as first, child(GOOD) as later:
+        searches = iter([[first.pid], [first.pid, later.pid]])
+        monkeypatch.setattr(pages, "processes", lambda: next(searches))
+        jobs = look_at_jobs([], 1.0)
+    assert {each.page.pid for job in jobs for each in job.processes} == {first.pid, later.pid}
 
 
 def test_a_page_that_nobody_keeps_is_let_go(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,14 @@ def _creation(part: Part) -> None:
         while True:
             group.barrier(part.limit or 60.0)
 
-    part.play(create, create)
+    def wait_in_it() -> None:
+        # A rank that is interrupted before the others have seen it tells them nothing, however long it has been here.
+        threading.Thread(target=_mark_the_wait, args=[part, "_await_outcome"]).start()
+        create()
+
+    # Where all create at once nobody waits for long.
+    part.marks_later = len(part.victims) < RANKS
+    part.play(wait_in_it if part.marks_later else create, create)
 
 
 def _destroy(part: Part) -> None:
@@ -242,7 +249,7 @@ def _destroy(part: Part) -> None:
     def destroyed() -> None:
         if part.place == "waiting":
             # An interrupt at another place of `destroy` would not hit the wait for the message that nobody receives.
-            threading.Thread(target=_mark_the_flush, args=[part]).start()
+            threading.Thread(target=_mark_the_wait, args=[part, "flush"]).start()
         group.destroy()
         wait_until(lambda: False, "the signal")
 
@@ -257,8 +264,8 @@ def witnesses(plane: str, victims: list[int]) -> list[int]:
     return [rank for rank in range(RANKS) if rank not in victims]
 
 
-def _mark_the_flush(part: Part) -> None:
-    wait_until(lambda: sleeping_in("flush"), "the wait of destroy")
+def _mark_the_wait(part: Part, function: str) -> None:
+    wait_until(lambda: sleeping_in(function), f"the wait in {function}")
     part.mark()
 
 

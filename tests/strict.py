@@ -2,14 +2,14 @@
 
 import sys
 
-__all__ = ["STRICT"]
+__all__ = ["STRICT", "WARNINGS"]
 
-STRICT = [
-    sys.executable,
-    "-W",
+WARNINGS = (
     "error",
     # torch says so of Python 3.13.0 whenever it compiles; nothing of ours could end it.
-    "-W",
     "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
-]
+)
+"""What `python -W` gets."""
+
+STRICT = [sys.executable, *(word for each in WARNINGS for word in ("-W", each))]
 """A command that runs Python so; a module or a code follows."""

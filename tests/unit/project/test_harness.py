@@ -19,6 +19,7 @@ import device_comm._core
 import shm_broadcast._core
 from tests.harness import RankFailureError, RankPool, run_ranks
 from tests.leaks import TEMP_PREFIX, Snapshot, leaked_since
+from tests.strict import WARNINGS
 from tests.waiting import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
@@ -318,8 +319,8 @@ def test_a_fresh_rank_is_a_new_interpreter() -> None:
     """A fresh rank has imported nothing and starts with its environment; in both kinds warnings are errors."""
     (forked,) = run_ranks(tell_the_interpreter, 1, environ={"HARNESS_TEST": "forked"})
     (fresh,) = run_ranks(tell_the_interpreter, 1, environ={"HARNESS_TEST": "fresh"}, fresh=True)
-    assert (forked["torch"], forked["variable"], forked["warnings"]) == (True, "forked", ["error"])
-    assert (fresh["torch"], fresh["variable"], fresh["warnings"]) == (False, "fresh", ["error"])
+    assert (forked["torch"], forked["variable"], forked["warnings"]) == (True, "forked", [*WARNINGS])
+    assert (fresh["torch"], fresh["variable"], fresh["warnings"]) == (False, "fresh", [*WARNINGS])
 
 
 def test_a_pool_keeps_its_processes(ranks2: RankPool) -> None:

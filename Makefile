@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard shm_broadcast/csrc/* shm_broadcast/csrc/*/* device_comm/csrc/*/*)
 # Parallel test processes. More than cores, because half of the tests wait for processes to die, stop or time out.
 TEST_WORKERS ?= 4
-# Of the slow tests fewer wait, and what they wait for has a limit.
+# Of the slow tests fewer wait, and what they wait for has a limit. A process gets few of them at a time, since some take
+# minutes (those marked `long`, which begin first): it could have many left when the others are done.
 SLOW_WORKERS ?= 3
 # Fast tests do not wait: one process per core.
 FAST_WORKERS ?= $(shell nproc)
@@ -74,7 +75,7 @@ test-native: $(STAMP) ## Run the slow tests of native code: the cores under sani
 	$(PY) -m pytest -q -n 2 $(END_HANGING) -m "thorough and not proof" tests/native
 
 test-thorough: $(STAMP) ## Run all other slow tests: stress, fuzzing, the matrix of failures, ten thousand cycles, in under an hour
-	$(PY) -m pytest -q -n $(SLOW_WORKERS) --durations=25 -o faulthandler_timeout=2400 $(END_HANGING) -m "thorough and (proof or not native)" tests
+	$(PY) -m pytest -q -n $(SLOW_WORKERS) --maxschedchunk=8 --durations=25 -o faulthandler_timeout=2400 $(END_HANGING) -m "thorough and (proof or not native)" tests
 
 stress: $(STAMP) ## Let ranks make random calls under signals, stops, kills and Ctrl-C, and check every byte (MINUTES=1 RANKS=4 SEED=…)
 	$(PY) -m tests.stress --minutes $(or $(MINUTES),1) --ranks $(or $(RANKS),4) $(if $(SEED),--seed $(SEED))

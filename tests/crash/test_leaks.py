@@ -198,6 +198,7 @@ def test_fifty_groups_with_queues_leave_nothing(ranks2: RankPool) -> None:
 @pytest.mark.guarantee("G9")
 @pytest.mark.thorough
 @pytest.mark.proof
+@pytest.mark.long
 def test_ten_thousand_groups_with_queues_leave_nothing(ranks2: RankPool) -> None:
     """A hundred worlds with a hundred groups and queues each end with the descriptors, threads and memory of the first.
 

@@ -171,6 +171,7 @@ def run_under_sanitizers(
 @pytest.mark.guarantee("C10", "C13", "B10", "B17")
 @pytest.mark.thorough
 @pytest.mark.proof
+@pytest.mark.long
 @requires("sanitizers")
 @pytest.mark.parametrize("allocator", ["malloc", "pymalloc"])
 @pytest.mark.parametrize("name", TARGETS)

@@ -157,6 +157,7 @@ def growth(resident: Collection[Sequence[int]]) -> float:
 
 @pytest.mark.thorough
 @pytest.mark.proof
+@pytest.mark.long
 @pytest.mark.guarantee("E10")
 def test_two_hundred_ranks_are_killed_and_replaced_without_a_leak() -> None:
     """Who sees many of the changes keeps, of each, what the store has agreed, and nothing else. Nobody is spared."""

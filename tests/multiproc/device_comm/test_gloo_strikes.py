@@ -172,6 +172,7 @@ def test_a_second_strike_in_a_collective_over_gloo_is_told(ranks2: RankPool, nam
 
 @pytest.mark.guarantee("D10")
 @pytest.mark.thorough
+@pytest.mark.long
 @strides
 def test_a_second_strike_in_a_collective_over_several_hosts_is_told(ranks3: RankPool, stride: int) -> None:
     """As over Gloo alone, also to the other ranks of the host."""

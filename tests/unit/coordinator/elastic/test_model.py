@@ -260,6 +260,7 @@ def test_a_seeded_bug_is_found(key: str, finding: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.long
 @pytest.mark.parametrize(("members", "crashes", "give_ups"), [(3, 2, 0), (3, 1, 1), (4, 2, 0)])
 def test_every_interleaving_has_one_membership_per_epoch(members: int, crashes: int, give_ups: int) -> None:
     """No two ranks have different members in one epoch, none is complete too early, and none waits for ever."""

@@ -37,16 +37,21 @@ def assert_right(found: Finding, fault: Fault, how: str) -> None:
 
 
 def look(pids: Sequence[int]) -> Verdict:
-    """Look at the live processes until somebody is named."""
-    deadline = time.monotonic() + 20.0
+    """Look at the live processes until somebody is named, and a call.
+
+    A look may come when a process has ended, and before the others have waited for it for long or were told.
+    """
+    deadline, named = time.monotonic() + 20.0, ""
     while time.monotonic() < deadline:
         try:
             jobs = look_at_jobs(pids, WAITING_S)
         except UsageError:
             continue  # they are starting, as also if they share no memory yet
         if len(jobs) == 1 and (verdict := judge(jobs[0])).findings:
-            return verdict
-    raise AssertionError("nobody was named")
+            if verdict.findings[0].call or verdict.broken:
+                return verdict
+            named = verdict.text()
+    raise AssertionError(f"nobody was named, or no call: {named}")
 
 
 def plant(name: str, record: Path) -> None:

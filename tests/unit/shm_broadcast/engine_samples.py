@@ -368,7 +368,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "defaultdict": (
         Defaults(int),
         "defaultdict defines __reduce__"
-        if sys.version_info >= (3, 13)
+        if sys.version_info >= (3, 12)
         else "its base defaultdict is not supported",
     ),
     "counter": (Tally("a"), "Counter defines __reduce__"),

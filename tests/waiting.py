@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DEADLINE_S", "has_ended", "sleeping_in", "wait_until"]
+__all__ = ["DEADLINE_S", "has_ended", "running", "sleeping_in", "wait_until"]
 
 DEADLINE_S = 60.0
 """A wait budget that is longer than any awaited event takes, even on a busy machine."""
@@ -46,6 +46,14 @@ def has_ended(pid: int) -> bool:
         return bool(ended.poll(0))
     finally:
         os.close(descriptor)
+
+
+def running(name: str | None = None) -> list[threading.Thread]:
+    """Return this process's threads, or those of a name, that have not ended.
+
+    One whose `join` has returned is still in Python's list for a moment, and for longer if the machine is busy.
+    """
+    return [each for each in threading.enumerate() if each.is_alive() and name in (None, each.name)]
 
 
 def sleeping_in(function: str) -> int:

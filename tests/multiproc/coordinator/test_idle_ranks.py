@@ -69,8 +69,8 @@ def idles(rank: int, world_size: int, directory: Path, method: str) -> list[list
         assert isinstance(queue, QueueReader)
         assert queue.dequeue() == "step"
     meet(rank, range(world_size), directory, "idle")
-    assert threading.enumerate() == [threading.main_thread()]
-    # The kernel takes a thread off its list a moment after Python's `join` has returned.
+    # A thread that was joined leaves Python's list, and then the kernel's, a moment after `join` has returned.
+    wait_until(lambda: threading.enumerate() == [threading.main_thread()], "Python's threads have ended")
     threads = 1 + len(lasting(rank, bool(method)))
     wait_until(lambda: len(switches()) == threads, "threads that have ended are on the list no more")
     before = switches()

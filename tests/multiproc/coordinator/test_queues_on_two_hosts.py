@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from tests.leaks import Snapshot, leaked_since
 from tests.ports import listening_addresses
 from tests.probes import requires
 from tests.queue_ranks import DEADLINE_S, Marks
-from tests.waiting import wait_until
+from tests.waiting import running, wait_until
 from tests.worlds import outcome_of
 
 pytestmark = requires("network_namespaces")
@@ -212,7 +211,7 @@ def one_dies(rank: int, victim: int, directory: Path) -> dict[str, Any]:
             marks.wait(f"noticed-{other}")
     found["again"] = outcome_of(lambda: group.broadcast_object("more", writer))["kind"]
     group.destroy()
-    found["threads"] = [each.name for each in threading.enumerate() if "remote" in each.name]
+    found["threads"] = [each.name for each in running() if "remote" in each.name]
     return found
 
 

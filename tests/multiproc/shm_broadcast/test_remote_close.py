@@ -23,7 +23,7 @@ from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
 from tests.remotes import HERE, MEGABYTE, out_of_reach, remote_queue
 from tests.samples import sampled
-from tests.waiting import wait_until
+from tests.waiting import running, wait_until
 
 
 def descriptors() -> int:
@@ -33,7 +33,7 @@ def descriptors() -> int:
 
 def threads_of(end: Any) -> list[threading.Thread]:
     """Return the thread of one end of the transport, if it runs."""
-    return [thread for thread in threading.enumerate() if thread is end._thread]
+    return [thread for thread in running() if thread is end._thread]
 
 
 @pytest.mark.guarantee("R7", "R14")
@@ -294,7 +294,7 @@ def test_an_end_whose_thread_could_not_be_started_leaves_nothing(
             with pytest.raises(Interrupt):
                 QueueReader.open(writer.handle, writer.key, 1, DEADLINE_S, remote_keys=keys)
     assert descriptors() == before
-    assert not [each for each in threading.enumerate() if each.name == "group-coordinator-remote"]
+    assert not running("group-coordinator-remote")
 
 
 @pytest.mark.guarantee("R7")

@@ -27,6 +27,7 @@ from shm_broadcast.ring.signal import _end_all
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.threads import DaemonThread
 from tests.idle import spent
+from tests.waiting import running
 
 LONG_S = 30.0
 LARGE = 3 << 20
@@ -367,7 +368,7 @@ def test_close_wakes_who_awaits(kind: str) -> None:
             asyncio.run(reader.adequeue(LONG_S))
         reader.close()
         assert len(os.listdir("/proc/self/fd")) < before
-        assert not [each for each in threading.enumerate() if each.name == "group-coordinator-fileno"]
+        assert not running("group-coordinator-fileno")
         with pytest.raises(ClosedError, match="fileno"):
             reader.fileno()
 

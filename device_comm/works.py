@@ -2,8 +2,8 @@
 
 Gloo runs collectives on its own threads, and `wait` on their works takes a timeout and can be called again. `wait` on
 a point-to-point work is different: when its timeout passes it closes every connection of the group, and there is no
-way to ask whether the work is complete. Threads of ours wait for these works without limit, and the caller polls the
-threads.
+way to ask whether the work is complete. Threads of ours wait for these works without limit, the caller polls the
+threads, and `gloo.waits` ends those waits that Gloo forgets when a group breaks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import Final
 
 import torch.distributed as dist
 
+from device_comm.gloo.waits import end_wait
 from device_comm.health import FOREVER_S
 from shm_broadcast.errors import ClosedError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.threads import DaemonThread
 
 _FOREVER: Final = timedelta(seconds=FOREVER_S)
+
+# A wait that the end of the connections ends is over within some milliseconds.
+_TOLD_S: Final = 0.1
 
 # torch counts in milliseconds and takes 0 for "without limit": a shorter slice would wait for ever.
 _SHORTEST_SLICE_S: Final = 0.001
@@ -55,10 +59,15 @@ class CollectiveWork:
 
 
 class WaiterThreads:
-    """Threads that block in a transport on behalf of others. They start on demand and end with `close`."""
+    """Threads that block in a transport on behalf of others. They start on demand and end with `close`.
+
+    Attributes:
+        waits: The works for which threads wait now, by their identity.
+    """
 
     def __init__(self, name: str) -> None:
         """Start nothing yet; `name` shows in stack dumps."""
+        self.waits: dict[int, dist.Work] = {}
         self._name = name
         self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
         self._all: list[tuple[threading.Thread, threading.Event]] = []
@@ -124,7 +133,7 @@ class WaiterThreads:
             ended.set()
 
     def close(self, timeout_s: float) -> None:
-        """End the idle threads and those that finish within `timeout_s` seconds."""
+        """End the idle threads, and those that finish within `timeout_s` seconds. What is waited for is lost."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -133,6 +142,10 @@ class WaiterThreads:
             inbox.put(None)
         deadline = time.monotonic() + timeout_s
         for thread, ended in ending:
+            if not ended.wait(min(_TOLD_S, max(deadline - time.monotonic(), 0.0))):
+                # Gloo does not tell the wait for a message whose copy had begun.
+                for work in list(self.waits.values()):
+                    end_wait(work)
             # Only a thread that has started can be joined, and one that has set `ended` has started.
             if ended.wait(max(deadline - time.monotonic(), 0.0)):
                 thread.join(max(deadline - time.monotonic(), 0.0))
@@ -173,7 +186,7 @@ class PointToPointWorks:
                     return
                 index, (_, work) = self._todo.popleft()
             try:
-                work.wait(_FOREVER)
+                self._wait(work)
             except BaseException as error:  # noqa: BLE001 - the caller's next poll raises it
                 with self._lock:
                     if self._error is None:
@@ -184,6 +197,15 @@ class PointToPointWorks:
                 del self._peers[index]
                 if not self._peers and self._error is None:
                     self._release()
+
+    def _wait(self, work: dist.Work) -> None:
+        waits = self._threads.waits
+        waits[id(work)] = work
+        try:
+            if work.wait(_FOREVER) is False:
+                raise RuntimeError("the group was destroyed before the message was complete")
+        finally:
+            del waits[id(work)]
 
     def _release(self) -> None:
         self._keep = None

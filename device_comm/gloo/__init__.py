@@ -1,0 +1,1 @@
+"""What torch does not offer for Gloo."""

@@ -1,0 +1,128 @@
+"""Waits for messages over Gloo that end although Gloo tells them nothing: those whose bytes were being copied."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coordinator import CommError, GroupCoordinator
+from device_comm.gloo import waits
+from device_comm.gloo.waits import end_wait
+from tests.handlers import Interrupt, alarm
+from tests.harness import RankPool
+from tests.waiting import sleeping_in, wait_until
+from tests.worlds import ApartPool, meet, new_group, world
+
+# A message whose copy takes a tenth of a second or more.
+LONG = 1 << 26
+SENT = 1.0
+ROUNDS = 4
+HANG_S = 60.0
+TAG = 7
+FOREVER = timedelta(hours=1)
+
+
+def ended_waits(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Wait for messages that the other rank never takes or sends; return what the waits return once they are ended."""
+    found: list[Any] = []
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        if rank == 0:
+            works = [
+                dist.irecv(torch.empty(4), 1, group.cpu_group, TAG),
+                dist.isend(torch.ones(LONG), 1, group.cpu_group, TAG + 1),
+            ]
+            for work in works:
+                assert work is not None
+                wait: Callable[[dist.Work], None] = lambda work: found.append(work.wait(FOREVER))  # noqa: E731
+                waiter = threading.Thread(target=wait, args=[work])
+                waiter.start()
+                wait_until(lambda: sleeping_in("<lambda>"), "the wait")
+                found.append(end_wait(work))
+                waiter.join()
+            gathered = dist.all_reduce(torch.ones(1), group=group.cpu_group, async_op=True)
+            found.append(end_wait(gathered))
+        else:
+            dist.all_reduce(torch.ones(1), group=group.cpu_group)
+        meet(rank, range(world_size), directory, "end")
+    return found
+
+
+def test_a_wait_for_a_message_can_be_ended(ranks2: RankPool) -> None:
+    """It returns that there was none, whether it sends or receives. What is no message of Gloo's is left alone."""
+    assert ApartPool(ranks2).run(ended_waits)[0] == [True, False, True, False, False]
+
+
+def broken_in_a_copy(rank: int, world_size: int, directory: Path, struck: int) -> list[bool]:
+    """Let a handler of one rank raise while a long message is copied; return for each round whether it came so."""
+    found: list[bool] = []
+    with world(rank, world_size, directory) as everyone:
+        pids = everyone.all_gather_object(os.getpid())
+        for round_ in range(ROUNDS):
+            group = new_group(everyone, f"g{round_}")
+            content = torch.full((LONG,), float(rank == 0))
+            lasts: list[float] = []
+
+            def strike_in_the_copy(content: torch.Tensor = content, lasts: list[float] = lasts) -> None:
+                ends = content[:: LONG - 1]  # its first element and its last one
+                while ends[0] != SENT:
+                    pass
+                os.kill(pids[struck], signal.SIGALRM)
+                lasts.append(float(ends[1]))
+
+            def transfer(group: GroupCoordinator = group, content: torch.Tensor = content) -> None:
+                if rank == 0:
+                    group.send(content, 1)
+                else:
+                    group.irecv(content, 0).wait()
+                # One whose call was over before it was told is told here.
+                group.recv((1,), torch.float32, 1 - rank)
+
+            with alarm(HANG_S, strikes):  # this sets the handler; the signal comes earlier
+                everyone.barrier()
+                watch = threading.Thread(target=strike_in_the_copy)
+                if rank == 1:
+                    watch.start()
+                with pytest.raises((Interrupt, CommError)):
+                    transfer()
+                if rank == 1:
+                    watch.join()
+            found += [last != SENT for last in lasts]
+            group.destroy()
+            meet(rank, range(world_size), directory, f"end-{round_}")
+    return found
+
+
+def strikes() -> None:
+    """Do what a handler of the application may do."""
+    raise Interrupt
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.slow
+@pytest.mark.parametrize("struck", [0, 1])
+def test_a_group_that_breaks_while_a_message_is_copied_leaves_nothing(ranks2: RankPool, struck: int) -> None:
+    """No thread waits for the rest of the message, and no memory or connection is kept."""
+    found = ApartPool(ranks2).run(broken_in_a_copy, struck, timeout_s=240.0)[1]
+    assert any(found)
+
+
+def test_a_wait_goes_on_where_it_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without the names, or an object that pybind11 did not make, is told nothing, and that is said."""
+    work: Any = object()
+    assert end_wait(work) is False
+    monkeypatch.setattr(waits, "_CLASSES", ("no class of torch",))
+    waits._aborts.cache_clear()
+    try:
+        assert end_wait(work) is False
+        assert waits._aborts() is None
+    finally:
+        waits._aborts.cache_clear()

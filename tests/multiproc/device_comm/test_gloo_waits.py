@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,10 @@ TAG = 7
 FOREVER = timedelta(hours=1)
 
 
-def ended_waits(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """Wait for messages that the other rank never takes or sends; return what the waits return once they are ended."""
-    found: list[Any] = []
+def ended_waits(rank: int, world_size: int, directory: Path) -> list[list[bool]]:
+    """Wait for messages that the other rank never takes or sends; return who was told, and what the waits returned."""
+    told: list[bool] = []
+    returned: list[bool] = []
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
         if rank == 0:
             works = [
@@ -42,23 +42,26 @@ def ended_waits(rank: int, world_size: int, directory: Path) -> list[Any]:
             ]
             for work in works:
                 assert work is not None
-                wait: Callable[[dist.Work], None] = lambda work: found.append(work.wait(FOREVER))  # noqa: E731
-                waiter = threading.Thread(target=wait, args=[work])
+
+                def wait(work: dist.Work = work) -> None:
+                    returned.append(work.wait(FOREVER))
+
+                waiter = threading.Thread(target=wait)
                 waiter.start()
-                wait_until(lambda: sleeping_in("<lambda>"), "the wait")
-                found.append(end_wait(work))
+                wait_until(lambda: sleeping_in("wait"), "the wait")
+                told.append(end_wait(work))
                 waiter.join()
             gathered = dist.all_reduce(torch.ones(1), group=group.cpu_group, async_op=True)
-            found.append(end_wait(gathered))
+            told.append(end_wait(gathered))
         else:
             dist.all_reduce(torch.ones(1), group=group.cpu_group)
         meet(rank, range(world_size), directory, "end")
-    return found
+    return [told, returned]
 
 
 def test_a_wait_for_a_message_can_be_ended(ranks2: RankPool) -> None:
     """It returns that there was none, whether it sends or receives. What is no message of Gloo's is left alone."""
-    assert ApartPool(ranks2).run(ended_waits)[0] == [True, False, True, False, False]
+    assert ApartPool(ranks2).run(ended_waits)[0] == [[True, True, False], [False, False]]
 
 
 def broken_in_a_copy(rank: int, world_size: int, directory: Path, struck: int) -> list[bool]:

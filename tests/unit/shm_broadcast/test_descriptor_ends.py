@@ -179,7 +179,7 @@ def test_a_strike_at_any_place_of_adequeue_leaves_neither_a_descriptor_nor_an_en
 
         def wait() -> None:
             with pytest.raises(CommTimeoutError):
-                loop.run_until_complete(reader.adequeue(0.002))
+                loop.run_until_complete(reader.adequeue(0.1))
 
         for step in count():
             came = struck_at(step, wait)

@@ -190,7 +190,8 @@ class PointToPointWorks:
             except BaseException as error:  # noqa: BLE001 - the caller's next poll raises it
                 with self._lock:
                     if self._error is None:
-                        self._error = error
+                        # Its traceback would keep the work, and so the connections of a group that is destroyed.
+                        self._error = error.with_traceback(None)
                         self._release()
                 return
             with self._lock:

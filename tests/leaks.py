@@ -2,13 +2,12 @@
 
 import gc
 import os
-import re
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from shm_broadcast.stacks.offered import NAME
 from shm_broadcast.status.page import own_page
 from shm_broadcast.status.record_file import PAGE_SUFFIX
 
-__all__ = ["GRACE_S", "TEMP_PREFIX", "Snapshot", "children_of", "leaked_since", "without_stuck_message"]
+__all__ = ["GRACE_S", "TEMP_PREFIX", "Snapshot", "children_of", "leaked_since"]
 
 TEMP_PREFIX = "group-coordinator-"
 """The prefix of the name of every temporary directory and every thread of the product."""
@@ -93,24 +92,6 @@ def leaked_since(
             return leaks
         gc.collect()
         time.sleep(0.02)
-
-
-def without_stuck_message(leaks: Sequence[str]) -> list[str]:
-    """Return what a rank has left behind, without what Gloo keeps of a message that broke in the middle of its copy.
-
-    That is a thread which waits for the end of the message, and of its group's connections the descriptors and Gloo's
-    thread (G9 in `coordinator/DESIGN.md`). If no such thread is left, nothing is taken away.
-    """
-
-    def is_stuck(leak: str) -> bool:
-        return leak.startswith("thread 'group-coordinator-") and "in _drain\n    work.wait(" in leak
-
-    if not any(map(is_stuck, leaks)):
-        return list(leaks)
-    of_gloo = re.compile(
-        r"descriptor \d+ -> (pipe:|socket:|anon_inode:\[eventpoll\])|native thread \d+ 'gloo_tcp_loop'"
-    )
-    return [leak for leak in leaks if not is_stuck(leak) and not of_gloo.match(leak)]
 
 
 def children_of(pid: int) -> list[int]:

@@ -142,12 +142,14 @@ class WaiterThreads:
             inbox.put(None)
         deadline = time.monotonic() + timeout_s
         for thread, ended in ending:
-            if not ended.wait(min(_TOLD_S, max(deadline - time.monotonic(), 0.0))):
-                # Gloo does not tell the wait for a message whose copy had begun.
+            while not ended.wait(min(_TOLD_S, max(deadline - time.monotonic(), 0.0))):
+                # Gloo does not tell the wait for a message whose copy had begun, nor one that begins just now.
                 for work in list(self.waits.values()):
                     end_wait(work)
-            # Only a thread that has started can be joined, and one that has set `ended` has started.
-            if ended.wait(max(deadline - time.monotonic(), 0.0)):
+                if time.monotonic() >= deadline:
+                    break
+            else:
+                # Only a thread that has started can be joined, and one that has set `ended` has started.
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
 

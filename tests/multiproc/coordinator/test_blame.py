@@ -36,8 +36,8 @@ def assert_right(found: Finding, fault: Fault, how: str) -> None:
     assert seen == (fault.rule, fault.ranks, fault.call, fault.number), f"{how}: {found.text()}"
 
 
-def look(pids: Sequence[int]) -> Verdict:
-    """Look at the live processes until somebody is named, and a call.
+def look(pids: Sequence[int], fault: Fault) -> Verdict:
+    """Look at the live processes until somebody is named, and a call. Each look has to name the right one.
 
     A look may come when a process has ended, and before the others have waited for it for long or were told.
     """
@@ -48,9 +48,10 @@ def look(pids: Sequence[int]) -> Verdict:
         except UsageError:
             continue  # they are starting, as also if they share no memory yet
         if len(jobs) == 1 and (verdict := judge(jobs[0])).findings:
-            if verdict.findings[0].call or verdict.broken:
+            (found, *_), named = verdict.findings, verdict.text()
+            if found.call or verdict.broken:
                 return verdict
-            named = verdict.text()
+            assert (found.rule, tuple(sorted(found.ranks))) == (fault.rule, fault.ranks), named
     raise AssertionError(f"nobody was named, or no call: {named}")
 
 
@@ -60,7 +61,7 @@ def plant(name: str, record: Path) -> None:
 
     def while_running(pids: Sequence[int]) -> None:
         if fault.looks:
-            live.append(look(pids))
+            live.append(look(pids, fault))
             (record.parent / f"{record.name}-looked").touch()
         if fault.dead == tuple(range(RANKS)):
             # None may run on to see another one end: that would be what the record tells.

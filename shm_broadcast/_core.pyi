@@ -6,6 +6,8 @@ from typing import Any, Self, TypeVar, final
 from typing_extensions import Buffer
 
 _Returned = TypeVar("_Returned")
+_Call = TypeVar("_Call")
+_Work = TypeVar("_Work")
 
 MAX_DEPTH: int
 ALIGNMENT: int
@@ -350,11 +352,21 @@ def status_nowhere() -> StatusLane:
 class StatusLane:
     """A lane of this process's page: the calls that one plane of a group makes, one at a time."""
 
-    def begin(self, kind: int, number: int, nbytes: int, peer: int, state: int = ..., /) -> None:
-        """Show a call that begins, with a `LaneState`: without one it computes."""
+    def begin(self, kind: int, number: int, nbytes: int, peer: int, /) -> None:
+        """Show a call that begins, and computes."""
 
     def set_state(self, state: int, /) -> None:
         """Show a `LaneState`."""
+
+    def asleep(
+        self,
+        wait: Callable[[_Call, _Work, float | None], None],
+        call: _Call,
+        work: _Work,
+        timeout_s: float | None,
+        /,
+    ) -> None:
+        """Call `wait(call, work, timeout_s)`, and show meanwhile that the call in the lane sleeps."""
 
     def end(self, outcome: int, /) -> None:
         """Count and record the call that was begun last, with an `Outcome`."""
@@ -364,6 +376,25 @@ class StatusLane:
 
     def capsule(self) -> object:
         """Return the lane for another native module."""
+
+class StatusWaits:
+    """The lanes in which one plane of a group shows waits that several threads may be in at once."""
+
+    def __new__(cls, make: Callable[[], StatusLane], /) -> Self:
+        """Use a lane of `make()` where all others show a wait."""
+
+    def show(
+        self,
+        kind: int,
+        number: int,
+        peer: int,
+        wait: Callable[[_Call, _Work, float | None], None],
+        call: _Call,
+        work: _Work,
+        timeout_s: float | None,
+        /,
+    ) -> None:
+        """Call `wait(call, work, timeout_s)`, and show meanwhile that this rank waits for the place `peer`."""
 
 class StatusPage:
     """The page that this process writes."""

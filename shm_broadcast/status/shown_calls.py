@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from shm_broadcast._core import StatusLane
+from shm_broadcast._core import StatusLane, StatusWaits
 from shm_broadcast.errors import CommError
 from shm_broadcast.status.failure_dump import Broken
 from shm_broadcast.status.kinds import kind_of
-from shm_broadcast.status.layout import ASLEEP, COMPUTING, DONE, FAILED, NOBODY, GroupState
+from shm_broadcast.status.layout import NOBODY, GroupState
 from shm_broadcast.status.page import GroupStatus, own_page
 
 __all__ = ["WAITS", "ShownCalls", "StatusLane"]
@@ -59,6 +59,18 @@ class _Lanes(dict[str, StatusLane]):
         return lane
 
 
+class _Waits(dict[str, StatusWaits]):
+    """Where each plane shows the waits of calls between two ranks, of which threads may make several at once."""
+
+    def __init__(self, status: GroupStatus) -> None:
+        """Make lanes of the group that has this record."""
+        self._status = status
+
+    def __missing__(self, plane: str) -> StatusWaits:
+        made = StatusWaits(partial(self._status.lane, f"{plane}{WAITS}", _WAITING))
+        return self.setdefault(plane, made)  # another thread may have made one meanwhile
+
+
 class ShownCalls:
     """What the status page shows of one group in this process.
 
@@ -75,8 +87,7 @@ class ShownCalls:
         self.lanes: _Lanes = _Lanes(self.status)
         # Planes whose native code shows its waits itself.
         self._native: set[str] = set()
-        # For calls between two ranks, of which threads may make several at once.
-        self._idle: defaultdict[str, list[StatusLane]] = defaultdict(list)
+        self._waits: _Waits = _Waits(self.status)
 
     def carry(self, plane: str, algorithm: str) -> None:
         """Show `algorithm` for the collectives of `plane`, not "process group"; for use before the first."""
@@ -108,31 +119,17 @@ class ShownCalls:
         come is not lost: the waiting caller keeps it.
         """
         plane, number = call.plane, call.number
-        lane = None
         if number:
+            lane = self.lanes.get(plane)
+            if lane is not None:
+                lane.asleep(wait, call, work, timeout_s)
+                return
             if plane in self._native:
                 wait(call, work, timeout_s)
                 return
-            lane = self.lanes.get(plane)
-        if lane is not None:
-            try:
-                lane.set_state(ASLEEP)
-                wait(call, work, timeout_s)
-            finally:
-                lane.set_state(COMPUTING)
-            return
         pending = work.pending()
-        idle = self._idle[plane]
-        lane = idle.pop() if idle else self.status.lane(f"{plane}{WAITS}", _WAITING)
         peer = self._places.get(pending[0], NOBODY) if pending else NOBODY
-        outcome = FAILED
-        try:
-            lane.begin(kind_of(call.name), number, 0, peer, ASLEEP)
-            wait(call, work, timeout_s)
-            outcome = DONE
-        finally:
-            lane.end(outcome)
-            idle.append(lane)
+        self._waits[plane].show(kind_of(call.name), number, peer, wait, call, work, timeout_s)
 
     def broken(
         self,

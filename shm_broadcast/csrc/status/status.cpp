@@ -242,23 +242,29 @@ void lane_dealloc(PyObject* self) {
     Py_DECREF(type);
 }
 
-// lane.begin(kind, number, nbytes, peer, state=computing)
+// Reads `count` arguments, which are numbers; returns whether all of them fit.
+bool numbers(PyObject* const* args, Py_ssize_t count, uint64_t* to) {
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        to[i] = PyLong_AsUnsignedLongLong(args[i]);
+        if (to[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return false;
+    }
+    return true;
+}
+
+// lane.begin(kind, number, nbytes, peer)
 PyObject* lane_begin(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    if (count != 4 && count != 5) {
-        PyErr_Format(PyExc_TypeError, "begin takes 4 or 5 arguments, got %zd", count);
+    uint64_t v[4];
+    if (count != 4) {
+        PyErr_Format(PyExc_TypeError, "begin takes 4 arguments, got %zd", count);
         return nullptr;
     }
-    uint64_t v[5] = {0, 0, 0, 0, static_cast<uint64_t>(State::kComputing)};
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        v[i] = PyLong_AsUnsignedLongLong(args[i]);
-        if (v[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return nullptr;
-    }
+    if (!numbers(args, 4, v)) return nullptr;
     Call call;
     call.kind = static_cast<uint8_t>(v[0] % kKinds);
     call.number = v[1];
     call.count = call.nbytes = v[2];
     call.root = static_cast<uint32_t>(v[3]);
-    lane_of(self)->lane->begin(call, ticks(), static_cast<State>(v[4] & 3));
+    lane_of(self)->lane->begin(call, ticks());
     Py_RETURN_NONE;
 }
 
@@ -278,6 +284,19 @@ PyObject* lane_end(PyObject* self, PyObject* outcome) {
     end.outcome = static_cast<Outcome>(value);
     lane_of(self)->lane->end(end, ticks());
     Py_RETURN_NONE;
+}
+
+// lane.asleep(wait, call, work, timeout_s): calls the first with the others, and shows meanwhile that the lane's call sleeps.
+PyObject* lane_asleep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    if (count != 4) {
+        PyErr_Format(PyExc_TypeError, "asleep takes 4 arguments, got %zd", count);
+        return nullptr;
+    }
+    Lane& lane = *lane_of(self)->lane;
+    lane.set_state(State::kAsleep);
+    PyObject* result = PyObject_CallFunctionObjArgs(args[0], args[1], args[2], args[3], nullptr);
+    lane.set_state(State::kComputing);
+    return result;
 }
 
 // lane.close()
@@ -307,9 +326,10 @@ PyObject* lane_capsule(PyObject* self, PyObject*) {
     {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
 
 PyMethodDef lane_methods[] = {
-    METHOD("begin", lane_begin, METH_FASTCALL), METHOD("set_state", lane_set_state, METH_O),
-    METHOD("end", lane_end, METH_O),            METHOD("close", lane_close, METH_NOARGS),
-    METHOD("capsule", lane_capsule, METH_NOARGS), {nullptr, nullptr, 0, nullptr},
+    METHOD("begin", lane_begin, METH_FASTCALL),   METHOD("set_state", lane_set_state, METH_O),
+    METHOD("asleep", lane_asleep, METH_FASTCALL), METHOD("end", lane_end, METH_O),
+    METHOD("close", lane_close, METH_NOARGS),     METHOD("capsule", lane_capsule, METH_NOARGS),
+    {nullptr, nullptr, 0, nullptr},
 };
 
 PyType_Slot lane_slots[] = {
@@ -365,6 +385,105 @@ PyObject* status_nowhere(PyObject*, PyObject*) {
     return PyErr_NoMemory();
 }
 
+// The lanes in which one plane of a group shows waits that several threads may be in at once.
+struct Waits {
+    PyObject* make;                  // returns a new lane
+    std::vector<LaneObject*> lanes;  // each made when all others were taken
+    std::vector<LaneObject*> idle;   // has room for all of `lanes`
+};
+
+struct WaitsObject {
+    PyObject_HEAD
+    Waits* waits;
+};
+
+Waits& waits_of(PyObject* self) { return *reinterpret_cast<WaitsObject*>(self)->waits; }
+
+// StatusWaits(make)
+PyObject* waits_new(PyTypeObject* type, PyObject* args, PyObject*) {
+    PyObject* make = nullptr;
+    if (!PyArg_ParseTuple(args, "O:StatusWaits", &make)) return nullptr;
+    PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == nullptr) return nullptr;
+    auto* waits = new (std::nothrow) Waits{Py_NewRef(make), {}, {}};
+    reinterpret_cast<WaitsObject*>(self)->waits = waits;
+    if (waits != nullptr) return self;
+    Py_DECREF(make);
+    Py_DECREF(self);
+    return PyErr_NoMemory();
+}
+
+void waits_dealloc(PyObject* self) {
+    PyTypeObject* type = Py_TYPE(self);
+    if (Waits* waits = reinterpret_cast<WaitsObject*>(self)->waits) {
+        for (LaneObject* lane : waits->lanes) Py_DECREF(lane);
+        Py_DECREF(waits->make);
+        delete waits;
+    }
+    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+// Returns a lane that no wait is shown in, which belongs to the caller until it is in `idle` again; nullptr with an exception.
+LaneObject* taken(Waits& waits) {
+    if (waits.idle.empty()) {
+        PyObject* made = PyObject_CallNoArgs(waits.make);
+        if (made == nullptr) return nullptr;
+        if (Py_TYPE(made) != lane_type) {
+            Py_DECREF(made);
+            PyErr_SetString(PyExc_TypeError, "what makes lanes has made something else");
+            return nullptr;
+        }
+        try {
+            waits.idle.reserve(waits.lanes.size() + 1);
+            waits.lanes.push_back(lane_of(made));
+        } catch (const std::bad_alloc&) {
+            Py_DECREF(made);
+            PyErr_NoMemory();
+            return nullptr;
+        }
+        return lane_of(made);
+    }
+    LaneObject* lane = waits.idle.back();
+    waits.idle.pop_back();
+    return lane;
+}
+
+// waits.show(kind, number, peer, wait, call, work, timeout_s): calls the fourth with the others behind it, and shows meanwhile
+// that this rank waits for `peer`.
+PyObject* waits_show(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    uint64_t v[3];
+    if (count != 7) {
+        PyErr_Format(PyExc_TypeError, "show takes 7 arguments, got %zd", count);
+        return nullptr;
+    }
+    if (!numbers(args, 3, v)) return nullptr;
+    LaneObject* object = taken(waits_of(self));
+    if (object == nullptr) return nullptr;
+    Call call;
+    call.kind = static_cast<uint8_t>(v[0] % kKinds);
+    call.number = v[1];
+    call.root = static_cast<uint32_t>(v[2]);
+    object->lane->begin(call, ticks(), State::kAsleep);
+    PyObject* result = PyObject_CallFunctionObjArgs(args[3], args[4], args[5], args[6], nullptr);
+    End end;
+    end.outcome = result != nullptr ? Outcome::kDone : Outcome::kFailed;
+    object->lane->end(end, ticks());
+    waits_of(self).idle.push_back(object);
+    return result;
+}
+
+PyMethodDef waits_methods[] = {METHOD("show", waits_show, METH_FASTCALL), {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot waits_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(waits_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(waits_dealloc)},
+    {Py_tp_methods, waits_methods},
+    {0, nullptr},
+};
+
+PyType_Spec waits_spec = {"shm_broadcast._core.StatusWaits", sizeof(WaitsObject), 0, Py_TPFLAGS_DEFAULT, waits_slots};
+
 PyMethodDef page_methods[] = {
     METHOD("lane", page_lane, METH_VARARGS),   METHOD("write", page_write, METH_VARARGS),
     METHOD("set_words", page_set_words, METH_VARARGS), METHOD("release", page_release, METH_O),
@@ -392,9 +511,11 @@ PyMethodDef functions[] = {
 
 int status_add(PyObject* module) {
     codec::Ref page(PyType_FromSpec(&status::page_spec)), lane(PyType_FromSpec(&status::lane_spec));
-    if (page == nullptr || lane == nullptr) return -1;
+    codec::Ref waits(PyType_FromSpec(&status::waits_spec));
+    if (page == nullptr || lane == nullptr || waits == nullptr) return -1;
     if (PyModule_AddObjectRef(module, "StatusPage", page.get()) < 0) return -1;
     if (PyModule_AddObjectRef(module, "StatusLane", lane.get()) < 0) return -1;
+    if (PyModule_AddObjectRef(module, "StatusWaits", waits.get()) < 0) return -1;
     status::lane_type = reinterpret_cast<PyTypeObject*>(lane.release());
     if (PyModule_AddFunctions(module, status::functions) < 0) return -1;
     return pthread_atfork(nullptr, nullptr, status::close_inherited);

@@ -180,6 +180,8 @@ class GroupHealth:
         self.exclusion: Callable[[str], CommError | None] = lambda _where: None
         # Ranks whose process has ended after they had destroyed the group.
         self._excused: set[int] = set()
+        # Messages that a transport may still be sending, whether or not anybody has their handles.
+        self.unfinished_sends: set[object] = set()
         # How many calls of a host plane without shared memory this rank has refused.
         self.untold_refusals: int = 0
         self._fork_count = fork_count()

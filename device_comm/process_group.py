@@ -378,7 +378,10 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
         operation = self._health.begin_point_to_point("device", f"send to {self.context.ranks[dst]}")
         deadline = timeout_s or self.context.timeout_s
-        return self._start(operation, self.process_group.send, {dst: dense(tensor)}, deadline)
+        unfinished = self._health.unfinished_sends
+        return self._start(
+            operation, self.process_group.send, {dst: dense(tensor)}, deadline, unfinished=unfinished
+        )
 
     def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
         operation = self._health.begin_point_to_point("device", f"recv from {self.context.ranks[src]}")
@@ -409,6 +412,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         tensors: dict[int, torch.Tensor],
         timeout_s: Timeout,
         landing: tuple[torch.Tensor, torch.Tensor] | None = None,
+        unfinished: set[object] | None = None,
     ) -> Handle:
         """Post one transfer for each peer that is a key of `tensors`, unless its tensor is empty."""
         tag = COLLECTIVE_TAG if operation.number else TENSOR_TAG
@@ -421,7 +425,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
                         works.append((self.context.ranks[peer], post([as_bytes(tensor)], peer, tag)))
             if not self._on_host:
                 return StreamHandle(self._health, operation, works, tensors, landing)
-            transfer = PointToPointWorks(self.threads, works, tensors)
+            transfer = PointToPointWorks(self.threads, works, tensors, unfinished)
             return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
 
         return in_stages(self._health, operation, stages)

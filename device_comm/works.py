@@ -160,25 +160,38 @@ class PointToPointWorks:
     `pending` is exact when an error must name the ranks at fault.
     """
 
-    def __init__(self, threads: WaiterThreads, works: Sequence[tuple[int, dist.Work]], keep: object) -> None:
+    def __init__(
+        self,
+        threads: WaiterThreads,
+        works: Sequence[tuple[int, dist.Work]],
+        keep: object,
+        unfinished: set[object] | None = None,
+    ) -> None:
         """Start to wait.
 
         Args:
             threads: Where to block.
             works: Pairs (global rank of the peer, work).
             keep: The memory that the transport reads or writes, kept until all works are done.
+            unfinished: Holds this object until then.
         """
         self._threads = threads
         self._todo = deque(enumerate(works))
         self._peers = {index: peer for index, (peer, _) in enumerate(works)}
         self._error: BaseException | None = None
         self._keep = keep
+        self._unfinished: set[object] = set() if unfinished is None else unfinished
         self._lock = threading.Lock()
         self._done = threading.Lock()
         self._spread = len(works) < 2
         if works:
             self._done.acquire()
-            self._threads.submit(self._drain)
+            self._unfinished.add(self)
+            try:
+                self._threads.submit(self._drain)
+            except BaseException:
+                self._unfinished.discard(self)
+                raise
 
     def _drain(self) -> None:
         """Wait, one after the other, for the works that no thread waits for yet."""
@@ -212,6 +225,7 @@ class PointToPointWorks:
 
     def _release(self) -> None:
         self._keep = None
+        self._unfinished.discard(self)
         self._done.release()
 
     def is_complete(self) -> bool:

@@ -214,7 +214,7 @@ class GroupParts:
         deadline = time.monotonic() + timeout_s
         try:
             if not self.health.is_broken:
-                open_sends.flush(timeout_s / 2)
+                open_sends.flush(timeout_s / 2, self.health.unfinished_sends)
                 self.host.flush(max(deadline - timeout_s / 2 - time.monotonic(), 0.0))
         finally:  # Ctrl-C ends the waits only
             try:

@@ -200,7 +200,7 @@ class GlooHostPlane(GatheringHostPlane):
         def stages() -> Handle:
             with self._health.transport(operation):
                 works = [(self._ranks[peer], self._backend.send(data, peer, tag)) for peer in peers]
-            return self._handle(operation, works, tensor, timeout_s or self._timeout_s)
+            return self._send_handle(operation, works, tensor, timeout_s or self._timeout_s)
 
         return in_stages(self._health, operation, stages)
 
@@ -275,7 +275,7 @@ class GlooHostPlane(GatheringHostPlane):
             with self._health.transport(operation):
                 for peer in peers:
                     self._settle(operation, peer, tag, timeout_s)
-            return self._handle(operation, works, data, timeout_s) if works else CompletedHandle()
+            return self._send_handle(operation, works, data, timeout_s) if works else CompletedHandle()
 
         return in_stages(self._health, operation, stages)
 
@@ -362,6 +362,13 @@ class GlooHostPlane(GatheringHostPlane):
     ) -> PointToPointHandle:
         transfer = PointToPointWorks(self._threads, works, keep)
         return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
+
+    def _send_handle(
+        self, operation: Operation, works: Sequence[tuple[int, dist.Work]], keep: object, timeout_s: float
+    ) -> PointToPointHandle:
+        unfinished = self._health.unfinished_sends
+        transfer = PointToPointWorks(self._threads, works, keep, unfinished)
+        return PointToPointHandle(self._health, operation, transfer, timeout_s)
 
     def _global(self, peers: Sequence[int]) -> str:
         return ", ".join(f"rank {self._ranks[peer]}" for peer in peers)

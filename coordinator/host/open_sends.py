@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Final
 
@@ -60,12 +61,18 @@ class OpenSends:
         with suppress(ValueError):
             self._handles.remove(handle)
 
-    def flush(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds, until each send is complete or can no longer complete."""
+    def flush(self, timeout_s: float, unfinished: Collection[object] = ()) -> None:
+        """Wait up to `timeout_s` seconds, until each send is complete or can no longer complete.
+
+        `unfinished` holds the group's messages that are still being sent, also those whose handles were lost because a
+        signal handler raised before `keep` had them, or before the call that waits for them waited.
+        """
         deadline = time.monotonic() + timeout_s
         # Another thread may start a send while this one destroys the group.
         sends = list(self._handles)
-        while (sends := [send for send in sends if _is_open(send)]) and time.monotonic() < deadline:
+        while (sends := [send for send in sends if _is_open(send)]) or unfinished:
+            if time.monotonic() >= deadline:
+                return
             time.sleep(_FLUSH_PAUSE_S)
 
     def clear(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from coordinator import CommError, GroupCoordinator
+from coordinator.host.open_sends import OpenSends
 from device_comm.gloo import waits
 from device_comm.gloo.waits import end_wait
+from device_comm.handles import PointToPointHandle
 from tests.handlers import Interrupt, alarm
 from tests.harness import RankPool
 from tests.waiting import sleeping_in, wait_until
@@ -86,8 +90,7 @@ def broken_in_a_copy(rank: int, world_size: int, directory: Path, struck: int) -
                 if rank == 0:
                     group.send(content, 1)
                 else:
-                    # Known defect (G9): a sender that is interrupted late, and leaves, is found by the deadline alone.
-                    group.irecv(content, 0, timeout_s=DEADLINE_S).wait()
+                    group.irecv(content, 0).wait()
                 # One whose call was over before it was told is told here.
                 group.recv((1,), torch.float32, 1 - rank)
 
@@ -118,6 +121,48 @@ def test_a_group_that_breaks_while_a_message_is_copied_leaves_nothing(ranks2: Ra
     """No thread waits for the rest of the message, and no memory or connection is kept."""
     found = ApartPool(ranks2).run(broken_in_a_copy, struck, timeout_s=240.0)[1]
     assert any(found)
+
+
+SENDS: dict[str, tuple[type, str, Callable[[GroupCoordinator, torch.Tensor], object]]] = {
+    "send": (PointToPointHandle, "wait", lambda group, content: group.send(content, 1)),
+    "isend": (OpenSends, "keep", lambda group, content: group.isend(content, 1)),
+    "isend tagged": (OpenSends, "keep", lambda group, content: group.isend(content, 1, tag=TAG)),
+    "send_object": (PointToPointHandle, "wait", lambda group, content: group.send_object(content, 1)),
+    "isend_object": (OpenSends, "keep", lambda group, content: group.isend_object(content, 1)),
+}
+"""Calls that send, and the method that has their handle first. If a handler raises as it begins, the handle is lost."""
+
+
+def lost_handles(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Lose the handle of a long message and leave, before the other rank receives it; return whose message came."""
+    came: list[str] = []
+    with world(rank, world_size, directory) as everyone:
+        for call, (owner, method, send) in SENDS.items():
+            group = new_group(everyone, call.replace(" ", "-"))
+            is_left = directory / f"{group.unique_name}-left"
+            if rank == 0:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(owner, method, lambda *_: strikes())
+                    with pytest.raises(Interrupt):
+                        send(group, torch.full((LONG // 8,), SENT))
+                is_left.touch()
+            else:
+                wait_until(is_left.exists, "the other rank's destroy")
+                time.sleep(0.1)
+                if "object" in call:
+                    content = group.recv_object(0, timeout_s=DEADLINE_S)
+                else:
+                    tag = TAG if "tagged" in call else 0
+                    content = group.recv((LONG // 8,), torch.float32, 0, tag=tag, timeout_s=DEADLINE_S)
+                came += [call] if bool((content == SENT).all()) else []
+            group.destroy()
+    return came
+
+
+@pytest.mark.guarantee("G9")
+def test_a_message_whose_handle_was_lost_is_sent_before_the_group_ends(ranks2: RankPool) -> None:
+    """A handler raised between the beginning of the send and the wait for it, which broke nothing."""
+    assert ApartPool(ranks2).run(lost_handles, timeout_s=120.0)[1] == [*SENDS]
 
 
 def test_a_wait_goes_on_where_it_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:

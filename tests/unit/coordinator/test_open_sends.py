@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -124,6 +125,22 @@ def test_a_send_is_kept_also_if_an_older_one_has_broken_the_group() -> None:
     with pytest.raises(PeerLostError):
         sends.keep(last)
     assert [*sends._handles] == [failed, last]
+
+
+@pytest.mark.guarantee("G9")
+def test_messages_whose_handles_were_lost_are_waited_for() -> None:
+    """Those of the transports count as those that are kept, until the time is over."""
+    sends, unfinished = OpenSends(), {object()}
+    timer = threading.Timer(0.05, unfinished.clear)
+    start = time.monotonic()
+    timer.start()
+    sends.flush(30.0, unfinished)
+    timer.join()
+    assert 0.05 <= time.monotonic() - start < 20.0
+    unfinished.add(object())
+    start = time.monotonic()
+    sends.flush(0.05, unfinished)
+    assert 0.05 <= time.monotonic() - start < 20.0
 
 
 def test_the_wait_for_sends_ends() -> None:

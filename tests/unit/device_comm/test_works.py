@@ -2,11 +2,13 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from device_comm.works import PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import ClosedError
+from tests.waiting import wait_until
 
 
 def test_closing_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,12 +76,45 @@ def test_a_wait_that_goes_on_behind_the_end_starts_no_thread() -> None:
     assert works.poll(5.0)
 
 
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_message_is_unfinished_until_the_last_of_its_works_ends(*, fails: bool) -> None:
+    """The group waits for it meanwhile, whether or not anybody has its handle; a failed one is waited for no more."""
+    threads, unfinished = WaiterThreads("unfinished"), set[object]()
+    first, last = threading.Event(), threading.Event()
+    waiting: Any = [(1, FakeWork(first)), (2, FakeWork(last, fails=fails))]
+    works = PointToPointWorks(threads, waiting, None, unfinished)
+    assert unfinished == {works}
+    first.set()
+    wait_until(lambda: works.pending() == (2,), "the end of the first work")
+    assert unfinished == {works}
+    last.set()
+    wait_until(lambda: not unfinished, "the end of the last work")
+    threads.close(5.0)
+
+
+@pytest.mark.guarantee("G9")
+def test_a_message_that_no_thread_waits_for_is_not_unfinished() -> None:
+    """A group without threads would wait for it in vain. One without works is finished at once."""
+    threads, unfinished = WaiterThreads("none"), set[object]()
+    PointToPointWorks(threads, [], None, unfinished)
+    threads.close(0.0)
+    waiting: Any = [(1, FakeWork(threading.Event()))]
+    with pytest.raises(ClosedError):
+        PointToPointWorks(threads, waiting, None, unfinished)
+    assert unfinished == set()
+
+
 class FakeWork:
     """A transfer that ends when an event is set."""
 
-    def __init__(self, done: threading.Event) -> None:
+    def __init__(self, done: threading.Event, *, fails: bool = False) -> None:
         self._done = done
+        self._fails = fails
 
     def wait(self, *_: object) -> bool:
         """Wait for the event."""
-        return self._done.wait(10.0)
+        self._done.wait(10.0)
+        if self._fails:
+            raise RuntimeError("the connection is closed")
+        return True

@@ -93,7 +93,7 @@ def of_python(rounds: int, calls: int) -> dict[str, list[float]]:
     shown = ShownCalls("bench:0", 0, [0, 1])
     queued = shown.queued_lane("nccl", "nccl")
     work = Waiting()
-    collective = Operation("device", "all_reduce", 7)
+    collective = Operation("device", "all_reduce", 7, shown.lanes["device"])
     receive = Operation("device", "recv from rank 1", 0)
 
     def wait(_call: Operation, _work: Waiting, _timeout_s: float | None) -> None:

@@ -40,7 +40,7 @@ from shm_broadcast.reports.failure_record import (
 )
 from shm_broadcast.reports.log_fields import LogFields, log_fields
 from shm_broadcast.stacks.attached import ask_members, attach
-from shm_broadcast.status.shown_calls import ShownCalls
+from shm_broadcast.status.shown_calls import ShownCalls, StatusLane
 
 # A waiting call checks signals, dead peers and `close` at this interval. Ctrl-C must interrupt within 0.2 s.
 SLICE_S: Final = 0.1
@@ -130,11 +130,17 @@ class Plane(Protocol):
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One call in progress: `number` counts the collectives of a plane and is 0 for point to point."""
+    """One call in progress.
+
+    Attributes:
+        number: Counts the collectives of a plane; 0 for point to point.
+        lane: Where the status page shows the call, if it is a collective that Python code makes.
+    """
 
     plane: str
     name: str
     number: int
+    lane: StatusLane | None = None
 
     def __str__(self) -> str:
         """Return the name, with the number of a collective."""
@@ -260,10 +266,10 @@ class GroupHealth:
                 "a forked child must create its own groups, or be started with spawn"
             )
 
-    def begin(self, plane: str, name: str) -> Operation:
-        """Start a collective: check the state and count it. Raises as `check_usable`."""
+    def begin(self, plane: str, name: str, lane: StatusLane | None = None) -> Operation:
+        """Start a collective, which `lane` shows: check the state and count it. Raises as `check_usable`."""
         self.check_usable(name)
-        return Operation(plane, name, next(self._numbers[plane]))
+        return Operation(plane, name, next(self._numbers[plane]), lane)
 
     def begin_point_to_point(self, plane: str, name: str) -> Operation:
         """Start a point-to-point call: check the state. Raises as `check_usable`."""

@@ -116,7 +116,7 @@ def collective(
     operation = Operation(plane, name, 0)
     lane = health.shown.lanes[plane]
     try:
-        operation = health.begin(plane, name)
+        operation = health.begin(plane, name, lane)
         lane.begin(kind_of(name), operation.number, nbytes, root)
         result = stages(operation)
         lane.end(DONE)

@@ -1,6 +1,6 @@
 """Types of the native core. Every function checks its arguments and touches no memory outside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar, final
 
 from typing_extensions import Buffer
@@ -380,21 +380,21 @@ class StatusLane:
 class StatusWaits:
     """The lanes in which one plane of a group shows waits that several threads may be in at once."""
 
-    def __new__(cls, make: Callable[[], StatusLane], /) -> Self:
-        """Use a lane of `make()` where all others show a wait."""
+    def __new__(cls, make: Callable[[], StatusLane], places: dict[int, int], /) -> Self:
+        """Use a lane of `make()` where all others show a wait. `places` has the place of each global rank."""
 
     def show(
         self,
         kind: int,
         number: int,
-        peer: int,
+        ranks: Sequence[int] | None,
         wait: Callable[[_Call, _Work, float | None], None],
         call: _Call,
         work: _Work,
         timeout_s: float | None,
         /,
     ) -> None:
-        """Call `wait(call, work, timeout_s)`, and show meanwhile that this rank waits for the place `peer`."""
+        """Call `wait(call, work, timeout_s)`, and show meanwhile that this rank waits for the first of `ranks`."""
 
 class StatusPage:
     """The page that this process writes."""

@@ -10,7 +10,7 @@ from shm_broadcast._core import StatusLane, StatusWaits
 from shm_broadcast.errors import CommError
 from shm_broadcast.status.failure_dump import Broken
 from shm_broadcast.status.kinds import kind_of
-from shm_broadcast.status.layout import NOBODY, GroupState
+from shm_broadcast.status.layout import GroupState
 from shm_broadcast.status.page import GroupStatus, own_page
 
 __all__ = ["WAITS", "ShownCalls", "StatusLane"]
@@ -29,6 +29,8 @@ class _Call(Protocol):
     def name(self) -> str: ...
     @property
     def number(self) -> int: ...
+    @property
+    def lane(self) -> StatusLane | None: ...
 
 
 class _Work(Protocol):
@@ -62,12 +64,13 @@ class _Lanes(dict[str, StatusLane]):
 class _Waits(dict[str, StatusWaits]):
     """Where each plane shows the waits of calls between two ranks, of which threads may make several at once."""
 
-    def __init__(self, status: GroupStatus) -> None:
-        """Make lanes of the group that has this record."""
+    def __init__(self, status: GroupStatus, places: dict[int, int]) -> None:
+        """Make lanes of the group that has this record; `places` has the place of each global rank in it."""
         self._status = status
+        self._places = places
 
     def __missing__(self, plane: str) -> StatusWaits:
-        made = StatusWaits(partial(self._status.lane, f"{plane}{WAITS}", _WAITING))
+        made = StatusWaits(partial(self._status.lane, f"{plane}{WAITS}", _WAITING), self._places)
         return self.setdefault(plane, made)  # another thread may have made one meanwhile
 
 
@@ -83,11 +86,10 @@ class ShownCalls:
         """Show the group `name`, in which this process has place `place` of the global `ranks`."""
         self.status: GroupStatus = own_page().group(name, place, ranks, _epoch_of(name))
         self._ranks, self._place = tuple(ranks), place
-        self._places = {rank: at for at, rank in enumerate(self._ranks)}
         self.lanes: _Lanes = _Lanes(self.status)
         # Planes whose native code shows its waits itself.
         self._native: set[str] = set()
-        self._waits: _Waits = _Waits(self.status)
+        self._waits: _Waits = _Waits(self.status, {rank: at for at, rank in enumerate(self._ranks)})
 
     def carry(self, plane: str, algorithm: str) -> None:
         """Show `algorithm` for the collectives of `plane`, not "process group"; for use before the first."""
@@ -114,22 +116,20 @@ class ShownCalls:
     ) -> None:
         """Call `wait(call, work, timeout_s)`, and show meanwhile that this rank waits for the ranks `work.pending()`.
 
-        A collective has the lane of its plane. A call between two ranks is shown only while it waits, and so
-        is a wait for calls that are queued on a device. If a signal handler raises after the wait, what has
-        come is not lost: the waiting caller keeps it.
+        A collective that Python code makes has the lane of its plane. A call between two ranks is shown only while it
+        waits, and so is a wait for calls that are queued on a device. If a signal handler raises after the wait, what
+        has come is not lost: the waiting caller keeps it.
         """
         plane, number = call.plane, call.number
         if number:
-            lane = self.lanes.get(plane)
+            lane = call.lane
             if lane is not None:
                 lane.asleep(wait, call, work, timeout_s)
                 return
             if plane in self._native:
                 wait(call, work, timeout_s)
                 return
-        pending = work.pending()
-        peer = self._places.get(pending[0], NOBODY) if pending else NOBODY
-        self._waits[plane].show(kind_of(call.name), number, peer, wait, call, work, timeout_s)
+        self._waits[plane].show(kind_of(call.name), number, work.pending(), wait, call, work, timeout_s)
 
     def broken(
         self,

@@ -388,6 +388,7 @@ PyObject* status_nowhere(PyObject*, PyObject*) {
 // The lanes in which one plane of a group shows waits that several threads may be in at once.
 struct Waits {
     PyObject* make;                  // returns a new lane
+    PyObject* places;                // the place in the group of each global rank of it
     std::vector<LaneObject*> lanes;  // each made when all others were taken
     std::vector<LaneObject*> idle;   // has room for all of `lanes`
 };
@@ -399,18 +400,21 @@ struct WaitsObject {
 
 Waits& waits_of(PyObject* self) { return *reinterpret_cast<WaitsObject*>(self)->waits; }
 
-// StatusWaits(make)
+// StatusWaits(make, places)
 PyObject* waits_new(PyTypeObject* type, PyObject* args, PyObject*) {
-    PyObject* make = nullptr;
-    if (!PyArg_ParseTuple(args, "O:StatusWaits", &make)) return nullptr;
+    PyObject *make = nullptr, *places = nullptr;
+    if (!PyArg_ParseTuple(args, "OO!:StatusWaits", &make, &PyDict_Type, &places)) return nullptr;
     PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == nullptr) return nullptr;
-    auto* waits = new (std::nothrow) Waits{Py_NewRef(make), {}, {}};
+    auto* waits = new (std::nothrow) Waits{make, places, {}, {}};
     reinterpret_cast<WaitsObject*>(self)->waits = waits;
-    if (waits != nullptr) return self;
-    Py_DECREF(make);
-    Py_DECREF(self);
-    return PyErr_NoMemory();
+    if (waits == nullptr) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    Py_INCREF(make);
+    Py_INCREF(places);
+    return self;
 }
 
 void waits_dealloc(PyObject* self) {
@@ -418,6 +422,7 @@ void waits_dealloc(PyObject* self) {
     if (Waits* waits = reinterpret_cast<WaitsObject*>(self)->waits) {
         for (LaneObject* lane : waits->lanes) Py_DECREF(lane);
         Py_DECREF(waits->make);
+        Py_DECREF(waits->places);
         delete waits;
     }
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
@@ -449,21 +454,33 @@ LaneObject* taken(Waits& waits) {
     return lane;
 }
 
-// waits.show(kind, number, peer, wait, call, work, timeout_s): calls the fourth with the others behind it, and shows meanwhile
-// that this rank waits for `peer`.
+// Sets `place` to that of the first of these global ranks, which may be None; returns whether there was no exception.
+bool find_place(const Waits& waits, PyObject* ranks, uint64_t& place) {
+    place = kNobody;
+    if (ranks == Py_None) return true;
+    const Py_ssize_t size = PySequence_Size(ranks);
+    if (size <= 0) return size == 0;
+    const Ref first(PySequence_GetItem(ranks, 0));
+    if (first == nullptr) return false;
+    PyObject* found = PyDict_GetItemWithError(waits.places, first.get());
+    return found != nullptr ? numbers(&found, 1, &place) : PyErr_Occurred() == nullptr;
+}
+
+// waits.show(kind, number, ranks, wait, call, work, timeout_s): calls the fourth with the others behind it, and shows meanwhile
+// that this rank waits for the first of the global `ranks`.
 PyObject* waits_show(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    uint64_t v[3];
+    uint64_t v[2], place = 0;
     if (count != 7) {
         PyErr_Format(PyExc_TypeError, "show takes 7 arguments, got %zd", count);
         return nullptr;
     }
-    if (!numbers(args, 3, v)) return nullptr;
+    if (!numbers(args, 2, v) || !find_place(waits_of(self), args[2], place)) return nullptr;
     LaneObject* object = taken(waits_of(self));
     if (object == nullptr) return nullptr;
     Call call;
     call.kind = static_cast<uint8_t>(v[0] % kKinds);
     call.number = v[1];
-    call.root = static_cast<uint32_t>(v[2]);
+    call.root = static_cast<uint32_t>(place);
     object->lane->begin(call, ticks(), State::kAsleep);
     PyObject* result = PyObject_CallFunctionObjArgs(args[3], args[4], args[5], args[6], nullptr);
     End end;

@@ -14,7 +14,7 @@ from shm_broadcast import _core
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import NOBODY, Outcome
 from shm_broadcast.status.page import own_page
-from shm_broadcast.status.shown_calls import ShownCalls
+from shm_broadcast.status.shown_calls import ShownCalls, StatusLane
 
 DEVICE_WAITS = "device waits"
 
@@ -27,6 +27,7 @@ class Call(NamedTuple):
     plane: str
     name: str
     number: int
+    lane: StatusLane | None = None
 
 
 class Work(NamedTuple):
@@ -39,7 +40,6 @@ class Work(NamedTuple):
         return self.ranks
 
 
-REDUCE = Call("device", "all_reduce", 7)
 RECEIVE = Call("device", "recv from rank 7", 0)
 
 
@@ -88,12 +88,13 @@ def test_a_collective_sleeps_while_it_waits_and_computes_again_behind_it(shown: 
     def state() -> str:
         return lanes("device")[0].state
 
+    call = Call("device", "all_reduce", 7, lane)
     lane.begin(kind_of("all_reduce"), 7, 1024, NOBODY)
     assert state() == "computing"
-    assert during(shown, REDUCE, Work((7,)), state) == "asleep"
+    assert during(shown, call, Work((7,)), state) == "asleep"
     assert state() == "computing"
     with pytest.raises(KeyboardInterrupt):
-        shown.wait(REDUCE, Work((7,)), 5.0, interrupted)
+        shown.wait(call, Work((7,)), 5.0, interrupted)
     assert state() == "computing"
     lane.end(Outcome.DONE)
     assert [each.plane for each in lanes()] == ["device"]
@@ -175,9 +176,9 @@ def test_lanes_of_waits_are_made_when_all_others_are_taken_and_let_go_at_the_end
         return made[-1]
 
     before = sys.getrefcount(make)
-    waits = _core.StatusWaits(make)
+    waits = _core.StatusWaits(make, {})
     for number in range(3):
-        waits.show(1, 0, 0, lambda *arguments: given.append(arguments), number, "work", None)
+        waits.show(1, 0, None, lambda *arguments: given.append(arguments), number, "work", None)
     assert given == [(number, "work", None) for number in range(3)]
     (only,) = made
     held = sys.getrefcount(only)
@@ -192,10 +193,10 @@ def test_a_lane_that_cannot_be_made_ends_the_wait_before_it_begins(error: type[B
     def make() -> _core.StatusLane:
         raise error
 
-    waits = _core.StatusWaits(make)
+    waits = _core.StatusWaits(make, {})
     for _ in range(2):
         with pytest.raises(error):
-            waits.show(1, 0, 0, lambda *_: pytest.fail("the wait began"), None, None, None)
+            waits.show(1, 0, None, lambda *_: pytest.fail("the wait began"), None, None, None)
 
 
 def test_arguments_of_the_native_core_are_checked() -> None:
@@ -204,12 +205,16 @@ def test_arguments_of_the_native_core_are_checked() -> None:
     with pytest.raises(TypeError):
         untyped()
     with pytest.raises(TypeError, match="something else"):
-        untyped(lambda: "no lane").show(1, 0, 0, print, None, None, None)
-    waits: Any = _core.StatusWaits(_core.status_nowhere)
+        untyped(lambda: "no lane", {}).show(1, 0, None, print, None, None, None)
+    waits: Any = _core.StatusWaits(_core.status_nowhere, {})
     with pytest.raises(TypeError, match="show takes 7"):
-        waits.show(1, 0, 0, print)
+        waits.show(1, 0, None, print)
+    refused: list[Any] = [7, [[]]]  # no sequence; of what cannot be looked up
+    for ranks in refused:
+        with pytest.raises(TypeError):
+            waits.show(1, 0, ranks, print, None, None, None)
     with pytest.raises(OverflowError):
-        waits.show(-1, 0, 0, print, None, None, None)
+        waits.show(-1, 0, None, print, None, None, None)
     lane: Any = _core.status_nowhere()
     with pytest.raises(TypeError, match="asleep takes 4"):
         lane.asleep(print)

@@ -419,8 +419,7 @@ class GroupHealth:
 
     def others_failed(self) -> bool:
         """Return whether another rank has published a failure record. From any thread; as quick as the status store."""
-        failure_record = self._status_store.failure_record()
-        return failure_record is not None and failure_record.by != self.rank
+        return (record := self._status_store.failure_record()) is not None and record.by != self.rank
 
     def _raise_if_ended(self, operation: Operation) -> None:
         if self._closed:

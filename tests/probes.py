@@ -136,6 +136,10 @@ def _promtool() -> str | None:
     return None if shutil.which("promtool") else "needs promtool, which Debian's package prometheus holds"
 
 
+def _trace_processor() -> str | None:
+    return None if shutil.which("trace_processor_shell") else "needs trace_processor_shell of Perfetto"
+
+
 def _ray() -> str | None:
     if importlib.util.find_spec("ray") is None:
         return "needs the package ray (make test-ray installs it)"
@@ -154,5 +158,6 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "mpich": _mpich,
     "open_mpi": _open_mpi,
     "ray": _ray,
+    "trace_processor": _trace_processor,
 }
 """By name what a test may need, with a function that returns what this machine lacks, or None."""

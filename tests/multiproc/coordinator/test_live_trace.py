@@ -1,10 +1,12 @@
 """`trace` shows running ranks as they are: their calls, who waits for whom, and what has not ended."""
 
+import csv
 import json
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from coordinator import (
 from coordinator.cli import main
 from coordinator.diagnosis.pages import find_pages
 from tests.harness import run_ranks
+from tests.probes import requires
 from tests.trace_format import Event, check_trace
 
 CALLS = 8
@@ -129,3 +132,42 @@ def check_files(pages: Path, out: Path, sums: list[Event]) -> None:
     ]
     assert found == [(each["pid"], each["name"], each["dur"]) for each in sums]
     assert json.loads(content)["otherData"]["notes"] == []
+
+
+LOSSES = "select name, value from stats where severity in ('error', 'data_loss') and value > 0"
+SLICES = (
+    "select p.pid, t.tid, s.name, s.dur from slice s join thread_track k on s.track_id = k.id "
+    "join thread t using (utid) join process p using (upid)"
+)
+
+
+def asked(trace: Path, query: str) -> list[tuple[str, ...]]:
+    """Return the rows that Perfetto's trace processor answers a query with."""
+    file = trace.with_suffix(".sql")
+    file.write_text(query)
+    done = subprocess.run(
+        ["trace_processor_shell", "-q", str(file), str(trace)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    _, *rows = csv.reader(done.stdout.splitlines())
+    return [tuple(row) for row in rows]
+
+
+@requires("trace_processor")
+def test_the_trace_processor_of_perfetto_loses_nothing_of_the_trace_of_four_ranks(tmp_path: Path) -> None:
+    """It has each call with its process, thread, name and duration, and each arrow, and counts no error."""
+    events, _ = trace_of(tmp_path)
+    trace = tmp_path / "out.json"
+    assert asked(trace, LOSSES) == []
+    expected = Counter(
+        (str(each["pid"]), str(each["tid"]), each["name"], round(each["dur"] * 1000))
+        for each in events
+        if each["ph"] == "X"
+    )
+    found = Counter((pid, tid, name, int(dur)) for pid, tid, name, dur in asked(trace, SLICES))
+    assert found == expected
+    [(arrows,)] = asked(trace, "select count(*) from flow")
+    assert int(arrows) == sum(each["ph"] == "s" for each in events) > CALLS

@@ -14,6 +14,7 @@ from shm_broadcast.status.layout import pack_record
 from shm_broadcast.status.page import own_page
 from tests import rank_processes
 from tests.harness import RankPool
+from tests.late_alarms import take_late_alarms
 from tests.leaks import Snapshot, leaked_since
 from tests.probes import PROBES, missing_gpus, skip, skipped_by_rule
 
@@ -74,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    take_late_alarms()
     # This is set before any test imports torch. torch's threads spin: with two in each rank on few cores the
     # conformance suite takes four times the processor time. A test whose result depends on threads asks for them.
     os.environ.update(rank_processes.ONE_THREAD)

@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from tests.late_alarms import take_late_alarms
 from tests.leaks import Snapshot, leaked_since
 from tests.rank_exit import RankExit
 from tests.strict import STRICT
@@ -217,6 +218,7 @@ def run_jobs(channel: socket.socket, stacks: str) -> None:
     errors: list[str] = []
     _collect_hidden_errors(errors)
     faulthandler.enable()
+    take_late_alarms()
     # It is never closed; a process that hangs at exit can still write its stacks.
     descriptor = os.open(stacks, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)

@@ -248,9 +248,6 @@ def test_signals_disturb_neither_creation_nor_close() -> None:
                 assert readers[1].dequeue(DEADLINE_S) == "first"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        time.sleep(
-            0.01
-        )  # a thread of zmq may have got the last alarm, and Python must not find its handler gone
         signal.signal(signal.SIGALRM, old)
     assert descriptors() == before
 

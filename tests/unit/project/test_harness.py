@@ -17,10 +17,11 @@ import pytest
 
 import device_comm._core
 import shm_broadcast._core
+from tests.handlers import alarm
 from tests.harness import RankFailureError, RankPool, run_ranks
 from tests.leaks import TEMP_PREFIX, Snapshot, leaked_since
 from tests.strict import WARNINGS
-from tests.waiting import has_ended, wait_until
+from tests.waiting import DEADLINE_S, has_ended, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -313,6 +314,20 @@ def test_a_function_that_ranks_cannot_import_is_refused() -> None:
     """A lambda or a nested function raises at once."""
     with pytest.raises(ValueError, match="top level"):
         run_ranks(lambda rank, world_size, directory: None, 1)
+
+
+def get_a_late_alarm(rank: int, world_size: int, directory: Path) -> str:
+    """Get an alarm when the block that has set it is over."""
+    for _ in range(3):
+        with alarm(DEADLINE_S, lambda: None):
+            pass
+        signal.raise_signal(signal.SIGALRM)
+    return "goes on"
+
+
+def test_an_alarm_that_comes_late_disturbs_nobody(tmp_path: Path) -> None:
+    """A thread of a library may have been told of it: neither a rank nor a process of pytest ends, or says an error."""
+    assert [get_a_late_alarm(0, 1, tmp_path), *run_ranks(get_a_late_alarm, 1)] == ["goes on"] * 2
 
 
 def test_a_fresh_rank_is_a_new_interpreter() -> None:

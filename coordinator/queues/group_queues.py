@@ -20,15 +20,18 @@ from coordinator.queues.external_writer import ExternalWriter
 from coordinator.queues.guard import GroupQueueGuard
 from coordinator.queues.store_exchange import StoreExchange
 from coordinator.settings import CoordinatorSettings
-from device_comm.health import GroupHealth, Operation
+from device_comm.health import EXPLAIN_S, GroupHealth, Operation
 from shm_broadcast.codec import register_type
 from shm_broadcast.endpoint import RemoteKeys
-from shm_broadcast.errors import CapabilityError, CommError, DecodeError, UsageError
+from shm_broadcast.errors import CapabilityError, CommError, DecodeError, PeerLostError, UsageError
 from shm_broadcast.liveness import this_process
 from shm_broadcast.queue import QueueReader, QueueWriter
 
 # Part of `create_timeout_s` that opening may take; the rest is left for reporting a failure.
 _OPENING_PART = 0.5
+
+# Pause between two looks for ranks that have ended.
+_LOOK_S = 0.02
 
 # When a group breaks or a queue cannot be created, readers on other hosts have this long to take what was written.
 _PARTING_S = 1.0
@@ -260,13 +263,25 @@ class GroupQueues:
                     )
                     undo.callback(ends[writer].close)
             except CommError as error:
-                # A writer that has ended answers no reader, though it may have told all that nothing failed there.
-                # The other ranks, which wait for this one in the exchange, get what this publishes.
-                self._health.check_peers(Operation("host", "create queue", 0))
+                self._raise_if_ended(error, deadline)
                 failure = self._blame(error)
             self._agree(self._gather(failure))
             undo.pop_all()
         return ends
+
+    def _raise_if_ended(self, error: CommError, deadline: float) -> None:
+        """Break the group and raise if a rank has ended, when an end cannot be opened because of `error`.
+
+        A writer that has ended answers no reader, though it may have told all that nothing failed there. The other
+        ranks, which wait for this one in the exchange, get what this publishes. The kernel closes the connections of a
+        process before it says that the process has ended: a lost connection is reason to look for a while.
+        """
+        end = min(time.monotonic() + EXPLAIN_S, deadline) if isinstance(error, PeerLostError) else 0.0
+        operation = Operation("host", "create queue", 0)
+        self._health.check_peers(operation)
+        while time.monotonic() < end:
+            time.sleep(_LOOK_S)
+            self._health.check_peers(operation)
 
     # ------------------------------------------------------------------ a queue from outside of the group
 

@@ -2,22 +2,27 @@
 
 import os
 import signal
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.queues.group_queues import GroupQueues
-from shm_broadcast.errors import CommTimeoutError
+from shm_broadcast.errors import CommTimeoutError, PeerLostError
 from shm_broadcast.queue import QueueReader
 from tests.harness import run_ranks
 from tests.waiting import wait_until
 from tests.worlds import outcome_of, world
 
 
-def writer_dies(rank: int, world_size: int, directory: Path) -> dict[str, Any] | None:
-    """Kill rank 0 once it has said that it has opened all its ends, which are none, and before rank 1 says so."""
+def writer_dies(rank: int, world_size: int, directory: Path, is_reset: bool) -> dict[str, Any] | None:
+    """Kill rank 0 once it has said that it has opened all its ends, which are none, and before rank 1 says so.
+
+    With `is_reset` rank 1 finds its connection to rank 0 closed before that has ended.
+    """
     (directory / f"pid-{rank}").write_text(str(os.getpid()))
     told = directory / "told"
     gather = GroupQueues._gather
@@ -30,7 +35,13 @@ def writer_dies(rank: int, world_size: int, directory: Path) -> dict[str, Any] |
     def unanswered(*_args: object, **_kwargs: object) -> None:
         wait_until(told.exists, "the writer's word", 20.0)
         time.sleep(0.3)
-        os.kill(int((directory / "pid-0").read_text()), signal.SIGKILL)
+        kill = partial(os.kill, int((directory / "pid-0").read_text()), signal.SIGKILL)
+        if is_reset:
+            ends_later = threading.Timer(0.3, kill)
+            ends_later.daemon = True
+            ends_later.start()
+            raise PeerLostError("the segment is no longer offered")
+        kill()
         wait_until(group._health.watch.lost, "the writer's end", 20.0)
         raise CommTimeoutError("no answer from the writer", missing=(0,))
 
@@ -45,7 +56,11 @@ def writer_dies(rank: int, world_size: int, directory: Path) -> dict[str, Any] |
 
 
 @pytest.mark.guarantee("D7")
-def test_a_writer_that_ends_while_its_readers_open_a_queue_is_named() -> None:
-    """It answers no reader. All had its word that nothing had failed there, which it gave before."""
-    _, found = run_ranks(writer_dies, 2, expect_dead=[0])
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_writer_that_ends_while_its_readers_open_a_queue_is_named(*, is_reset: bool) -> None:
+    """It answers no reader. All had its word that nothing had failed there, which it gave before.
+
+    The kernel closes its connections before it says that the process has ended.
+    """
+    _, found = run_ranks(writer_dies, 2, is_reset, expect_dead=[0])
     assert (found["kind"], found["peers"], found["is_broken"]) == ("PeerLostError", [0], True)

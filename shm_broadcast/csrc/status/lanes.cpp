@@ -121,9 +121,6 @@ PyObject* lane_capsule(PyObject* self, PyObject*) {
     return capsule;
 }
 
-#define METHOD(name, function, flags) \
-    {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
-
 PyMethodDef lane_methods[] = {
     METHOD("begin", lane_begin, METH_FASTCALL),   METHOD("set_state", lane_set_state, METH_O),
     METHOD("asleep", lane_asleep, METH_FASTCALL), METHOD("end", lane_end, METH_O),

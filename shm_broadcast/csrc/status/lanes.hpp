@@ -6,6 +6,10 @@
 
 #include "lane.hpp"
 
+// An entry of a table of methods, whatever the arguments of the function are.
+#define METHOD(name, function, flags) \
+    {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
+
 namespace status {
 
 // Returns a new lane in a place of a page, which `page` keeps alive; nullptr with an exception.

@@ -238,9 +238,6 @@ PyObject* page_lane(PyObject* self, PyObject* args) {
     return made;
 }
 
-#define METHOD(name, function, flags) \
-    {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
-
 PyMethodDef page_methods[] = {
     METHOD("lane", page_lane, METH_VARARGS),   METHOD("write", page_write, METH_VARARGS),
     METHOD("set_words", page_set_words, METH_VARARGS), METHOD("release", page_release, METH_O),

@@ -114,7 +114,7 @@ class FakeWork:
 
     def wait(self, *_: object) -> bool:
         """Wait for the event."""
-        self._done.wait(10.0)
+        is_done = self._done.wait(10.0)
         if self._fails:
             raise RuntimeError("the connection is closed")
-        return True
+        return is_done

@@ -3,7 +3,7 @@
 `Calls.run` makes a call that is one function; `Calls.receive` one that takes a message, which no signal handler loses;
 `Calls.call` guards a block that does more. All admit the call with
 `Calls.enter` and report an exception with `Calls.unwind`; the hottest methods call these two themselves. A counter or a
-record of every operation belongs there. Only an object that `broadcast_object` sends through the group's queue passes
+record of every operation belongs there. Only an object that `broadcast_object` sends through a queue of one host passes
 beside the gate; the queue's endpoint counts it.
 """
 

@@ -65,7 +65,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         use_custom_op_call: True: a compiled graph holds each collective as one operation, and never traces into it.
         settings: The group's settings.
         creation: How long the creation of the group took.
-        mq_broadcaster: This rank's end of the group's queue, or None.
+        mq_broadcaster: This rank's end of the group's queue, or None. What is written to it directly must be read
+            from it directly if the queue has readers on other hosts.
     """
 
     use_custom_op_call: Final = True

@@ -73,12 +73,15 @@ class GroupPlanes:
         self._has_had_broadcaster |= broadcaster is not None
         if broadcaster is None:
             self._queue_source = _NO_RANK
-            self._order.adopt(None, -1, is_writer=False)
+            self._order.adopt(None, -1, is_writer=False, is_local=True)
         else:
-            self._exchange, self._queue_end = broadcaster.exchange, broadcaster.endpoint
-            self._queue_source = broadcaster.writer
-            end = broadcaster.endpoint if broadcaster.is_local else None
-            self._order.adopt(end, broadcaster.writer, is_writer=broadcaster.writer == self.rank_in_group)
+            writer, self._queue_end = broadcaster.writer, broadcaster.endpoint
+            is_writer, is_local = writer == self.rank_in_group, broadcaster.is_local
+            # Only the messages of a queue of one host have tags.
+            self._queue_source = writer if is_local else _NO_RANK
+            if is_local:
+                self._exchange = self._queue_end.exchange
+            self._order.adopt(self._queue_end, writer, is_writer=is_writer, is_local=is_local)
 
     def _blame_queue(self, error: CommError, obj: object) -> NoReturn:
         """Raise the group's error for an error of its queue in the broadcast of `obj`."""
@@ -87,7 +90,7 @@ class GroupPlanes:
         if isinstance(error, UsageError):
             self._calls.refuse("broadcast_object", error)
             if broadcaster is not None and refusal_of(obj) is not None:
-                self._order.refuse(f"broadcast_object: {error}", broadcaster.timeout_s)
+                broadcaster.refuse(f"broadcast_object: {error}", self._order)
         if broadcaster is None:
             # Another thread destroyed the group during the call.
             self._health.check_usable("broadcast_object")
@@ -105,12 +108,7 @@ class GroupPlanes:
             return order.receive(src, lambda: host.broadcast_object(None, src, timeout_s), type_)
         if self.rank_in_group != src:
             return broadcaster.receive(timeout_s, type_, order)
-        try:
-            broadcaster.send(obj, timeout_s)
-        except UsageError as error:
-            if refusal_of(obj) is not None:
-                order.refuse(f"{order.name}: {error}", broadcaster.timeout_s)
-            raise
+        broadcaster.send(obj, timeout_s, order)
         return obj
 
     def _make_broadcast(
@@ -141,7 +139,7 @@ class GroupPlanes:
         elif broadcaster is None or broadcaster.writer != src:
             self._order.send_refusal(reason, lambda message: self._host.broadcast_object(message, src, None))
         else:
-            self._order.refuse(reason, broadcaster.timeout_s)
+            broadcaster.refuse(reason, self._order)
 
     def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
         """Raise unless `group` is None, this group or one of its `own` process groups; it is not ignored."""

@@ -111,7 +111,11 @@ RECORD_FIELDS: Final[Mapping[str, Field]] = {
     "flags": Field(
         8, "I", ", ".join(f"{each.value} {each.name.lower().replace('_', ' ')}" for each in RecordKind)
     ),
-    "tag": Field(12, "I", "the channel's tag, equal in all parts of a message; 0 in a queue"),
+    "tag": Field(
+        12,
+        "I",
+        "that of a channel's message, equal in all of its parts, or of a group's call in its queue; else 0",
+    ),
     "message": Field(16, "Q", "number of the message, from 1; the same in all of its parts"),
     "total_bytes": Field(24, "Q", "bytes of the whole message"),
 }

@@ -64,17 +64,18 @@ if TYPE_CHECKING:
 __all__ = ["QueueReader", "QueueWriter", "dequeue_any", "segment_bytes"]
 
 
-class _FarEndpoint:
-    """Stands in for the native endpoint of a queue that reaches other hosts."""
+class _FarEnd:
+    """Stands in for the native endpoint of a queue that reaches other hosts: it counts messages and moves none."""
 
-    def __init__(self, call: Callable[[Any, float | None], Any]) -> None:
-        """Exchange through `call`, which takes an object and a deadline in seconds."""
-        self._call = call
-        self.timeout_ns: int = -1
+    def __init__(self, end: RingWriter | RemoteReader) -> None:
+        """Count what `end` has sent or handed out."""
+        self._end = end
+        self.has_message: bool = False
 
-    def exchange(self, obj: Any) -> Any:
-        """Send `obj`, or receive an object."""
-        return self._call(obj, None if self.timeout_ns < 0 else self.timeout_ns / 1e9)
+    @property
+    def messages(self) -> int:
+        """Number of messages that were sent or handed out; none is kept, as `has_message` says."""
+        return self._end.messages
 
 
 class QueueWriter:
@@ -100,10 +101,9 @@ class QueueWriter:
         self._guard: QueueGuard | None = None
         # Held by a call that writes to readers on other hosts, between whose steps a signal handler can run.
         self._turn = threading.RLock()
-        # `exchange` sends its argument within `timeout_ns` and returns it. Callers use it to save Python frames.
-        self.endpoint: _core.WriteEndpoint | _FarEndpoint = (
-            ring.endpoint if self._is_local else _FarEndpoint(self._pass_on)
-        )
+        # On one host, `exchange` sends its argument within `timeout_ns` and returns it. Callers use it to save Python
+        # frames.
+        self.endpoint: _core.WriteEndpoint | _FarEnd = ring.endpoint if self._is_local else _FarEnd(ring)
 
     @classmethod
     def create(
@@ -269,10 +269,6 @@ class QueueWriter:
             raise
         self._remote.publish()
 
-    def _pass_on(self, obj: Any, timeout_s: float | None) -> Any:
-        self.enqueue(obj, timeout_s)
-        return obj
-
     def guard(self, guard: QueueGuard) -> None:
         """Register the owner of this end, such as a group, which is then told when the end fails.
 
@@ -373,12 +369,10 @@ class QueueReader:
         self.handle = handle
         self._ring = ring
         self._read: Callable[[float | None, Any], Any] = ring.read
-        # `exchange` ignores its argument and reads within `timeout_ns`. It returns `NOTHING` if the object is to be
-        # taken out of `message`, as it is from a ring. Callers use it to save Python frames.
-        self.endpoint: _core.ReadEndpoint | _FarEndpoint = (
-            ring.endpoint
-            if isinstance(ring, RingReader)
-            else _FarEndpoint(lambda _, timeout_s: ring.read(timeout_s, None))
+        # On one host, `exchange` ignores its argument, reads within `timeout_ns` and returns `NOTHING`: the object is
+        # to be taken out of `message`. Callers use it to save Python frames.
+        self.endpoint: _core.ReadEndpoint | _FarEnd = (
+            ring.endpoint if isinstance(ring, RingReader) else _FarEnd(ring)
         )
 
     @classmethod

@@ -1,29 +1,32 @@
 """The order of a group's object broadcasts: a message is handed out only in the call to which it belongs.
 
 Broadcasts have no step in which the ranks compare what they call. So each message carries the number of its call: over
-the host plane as it is; through the queue as a tag, which says how many calls of its writer did not use the queue. If a
-rank passes another source than the others, or refuses a call, the numbers differ.
+the host plane, and through a queue that reaches other hosts, as it is; through a queue of one host as a tag, which says
+how many calls of its writer did not use the queue. If a rank passes another source than the others, or refuses a call,
+the numbers differ.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from coordinator.host.object_order import numbered
 from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import in_stages
 from shm_broadcast import codec
 from shm_broadcast._core import NOTHING
-from shm_broadcast.errors import ClosedError, DecodeError, DisagreementError, UsageError
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.errors import ClosedError, CommTimeoutError, DecodeError, DisagreementError, UsageError
+from shm_broadcast.interruption import is_held, raised_by_handler
+from shm_broadcast.turn import TakenError, Turn
 
 # The bit of a queue's tag that marks a message as the writer's reason for refusing its call. The other bits
 # are a count modulo 2^31.
 _REFUSED: Final = 1 << 31
 _COUNT: Final = _REFUSED - 1
 
-# Broadcasts (number, whether it was refused, object or reason) over the host plane.
+# Broadcasts (number, whether it was refused, object or reason) over the host plane, or through the queue.
 Send = Callable[[tuple[int, bool, Any]], Any]
 Receive = Callable[[], Any]
 
@@ -41,28 +44,43 @@ class BroadcastOrder:
         self._health = health
         self._end: Any = None
         self._writer = -1
-        self._is_writer = False
+        self._is_local = True
+        # The end of a queue of one host on its writer, which gives each message its tag.
+        self._tagged: Any = None
         # How many of this rank's calls took no message of the queue, minus how many messages no call took.
         self._beside = 0
         # A message of a call up to this number belongs to a call that has failed on this rank, and is dropped.
         self._failed = 0
         # Messages that came before their call, or in a call that was interrupted, by sender.
         self._kept: dict[int | None, Any] = {}
+        # Those of a queue that reaches other hosts, in order, and what a thread holds that takes one out of its end.
+        self._come: list[Any] = []
+        self._turn = threading.RLock()
         self._is_begun = False
         self.name: str = "broadcast_object"
         self.tag: int = 0
 
-    def adopt(self, end: Any, writer: int, *, is_writer: bool) -> None:
-        """Count the messages of a queue on one host by its native endpoint `end`.
+    def adopt(self, end: Any, writer: int, *, is_writer: bool, is_local: bool) -> None:
+        """Count the messages of a queue by its `end`, an endpoint that knows how many it has sent or handed out.
 
-        With None only calls that use no queue are counted. `writer` is the writer's rank in the group.
+        With None only calls that use no queue are counted. `writer` is the writer's rank in the group. The messages of
+        a queue that is not local are numbered as those over the host plane, by `send_in_queue` and `receive_in_queue`.
         """
-        self._end, self._writer, self._is_writer = end, writer, is_writer
+        self._end, self._writer, self._is_local = end, writer, is_local
+        self._tagged = end if is_writer and is_local else None
         self._failed = 0
+        self._come.clear()
         self._settle(0)
 
     def _number(self) -> int:
-        return self._beside + (0 if self._end is None else self._end.messages)
+        end = self._end
+        if end is None:
+            return self._beside
+        if self._is_local:
+            # A message counts from its arrival on.
+            return self._beside + int(end.messages)
+        # A message counts once it has been given to its call. Its end counts it before, and may keep it.
+        return self._beside + int(end.messages) - int(end.has_message) - len(self._come)
 
     def expect(self, name: str) -> None:
         """Note that the call `name` comes next."""
@@ -70,7 +88,7 @@ class BroadcastOrder:
 
     def refuses(self, error: UsageError) -> bool:
         """Return whether `error` has refused the call before it began, so that the other ranks must learn of it."""
-        return not self._is_begun and not isinstance(error, ClosedError)
+        return not self._is_begun and not isinstance(error, ClosedError) and not self._health.is_inherited
 
     def skip(self) -> None:
         """Count a call that this rank refuses, and of which it can tell nobody. Its message is dropped."""
@@ -117,14 +135,16 @@ class BroadcastOrder:
         raise failure
 
     def refuse(self, reason: str, timeout_s: float) -> None:
-        """On the queue's writer, send the others the reason why it refuses its call."""
-        if self._end is None:
+        """On the writer of a queue of one host, send the others the reason why it refuses its call."""
+        end = self._end
+        if end is None:
+            # Another thread has destroyed the group.
             return
-        self._end.tag = self.tag | _REFUSED
+        end.tag = self.tag | _REFUSED
         try:
-            self._end.send(reason, int(timeout_s * 1e9))
+            end.send(reason, int(timeout_s * 1e9))
         finally:
-            self._end.tag = self.tag
+            end.tag = self.tag
 
     # ------------------------------------------------------------------ over the host plane
 
@@ -139,7 +159,7 @@ class BroadcastOrder:
             if raised_by_handler(refused):
                 raise
             # Encode `obj` alone, so that the error names a place in `obj`, not in the message around it.
-            error = refusal_of(obj)
+            error = refusal_of(obj) or refusal_of((number, False, obj))
             if error is None:
                 raise
             send((number, True, f"{self.name}: {error}"))
@@ -163,9 +183,6 @@ class BroadcastOrder:
 
     def receive(self, src: int, receive: Receive, type_: Any = None) -> Any:
         """Return the object that rank `src` broadcasts in this call, as `type_` unless that is None.
-
-        A message is kept here from its arrival on. It is removed, and the call is counted, in statements that
-        call no function, so that an exception from a signal handler leaves both as they were.
 
         Raises:
             DisagreementError: The next message of rank `src` belongs to another call, or `src` refused the
@@ -198,6 +215,108 @@ class BroadcastOrder:
             self._settle(1, failed=number, drops=None if its > number else src)
             raise failure
 
+    # ------------------------------------------------------------------ through a queue that reaches other hosts
+
+    def send_in_queue(self, obj: object, send: Send, within_s: float) -> None:
+        """Send `obj` with its number; if it cannot be sent, send the reason and raise it. The queue counts the call."""
+        self._in_turn(lambda number: self._send(obj, number, send), within_s)
+
+    def refuse_in_queue(self, reason: str, send: Send, within_s: float) -> None:
+        """Send the reason why this rank refuses its call as the source."""
+        self._in_turn(lambda number: send((number, True, reason)), within_s)
+
+    def _in_turn(self, act: Callable[[int], object], within_s: float) -> None:
+        if is_held(self._turn):
+            # The end refuses it, and knows how not to cut the message that is being sent.
+            act(0)
+            return
+        try:
+            with Turn(self._turn, within_s):
+                act(self._number() + 1)
+        except TakenError:
+            self._raise_taken(within_s)
+
+    def receive_in_queue(self, receive: Receive, type_: Any, left: Callable[[], float | None]) -> Any:
+        """Return the object that the queue's writer broadcasts in this call; as `receive`.
+
+        A message is kept here from its arrival on. One step takes it out, which calls no function and finds out
+        whether another thread, or a signal handler's own call, has taken it meanwhile. `left` returns the time left.
+        """
+        where, rank = self._health.where(self.name), self._health.ranks[self._writer]
+        while True:
+            message, number = self._next(receive, left)
+            try:
+                its, is_refused, value = numbered(message, where, rank)
+                if its == number and not is_refused:
+                    if type_ is not None:
+                        value = codec.convert(value, type_)
+                    if self._take(message):
+                        return value
+                    continue
+            except DecodeError as error:
+                if raised_by_handler(error) or self._take(message, failed=number):
+                    raise
+                continue
+            if its < number and its <= self._failed:
+                self._take(message, calls=-1)
+                continue
+            failure = self._failure(number, its, self._writer, value if its == number else None)
+            if its > number:
+                # A message of a later call stays for that.
+                self._settle(1, failed=number)
+            elif not self._take(message, failed=number):
+                continue
+            raise failure
+
+    def _next(self, receive: Receive, left: Callable[[], float | None]) -> tuple[Any, int]:
+        """Return the queue's next message, which stays, and the number of the call that takes it."""
+        if is_held(self._turn):
+            raise UsageError(
+                f"{self._health.where(self.name)}: this thread is inside of a broadcast of the group already, as in a "
+                "signal handler or a finalizer"
+            )
+        within_s = left()
+        try:
+            with Turn(self._turn, within_s):
+                while True:
+                    if not self._come:
+                        self._come.append(self._received(receive))
+                    number = self._number() + 1
+                    # Another thread takes messages out without this turn.
+                    if self._come:
+                        return self._come[0], number
+        except TakenError:
+            self._raise_taken(within_s or 0.0)
+
+    def _received(self, receive: Receive) -> Any:
+        """Return what comes; a message that cannot be decoded has failed this call."""
+        try:
+            return receive()
+        except DecodeError as error:
+            if not raised_by_handler(error):
+                # Its end has counted it.
+                self._settle(0, failed=self._number())
+            raise
+
+    def _take(self, message: object, *, calls: int = 0, failed: int = 0) -> bool:
+        """Take the queue's next message out, which counts its call, if it is `message`. Calls no function."""
+        come = self._come
+        if not come or come[0] is not message:
+            return False
+        del come[0]
+        self._failed = failed if failed > self._failed else self._failed  # noqa: FURB136 - `max` would be a call
+        self._beside += calls
+        return True
+
+    def _raise_taken(self, within_s: float) -> NoReturn:
+        raise CommTimeoutError(
+            f"{self._health.where(self.name)}: another thread is inside of a broadcast of the group, no turn within "
+            f"{within_s:.1f} s",
+            missing=(),
+        ) from None
+
+    # ------------------------------------------------------------------ helpers
+
     def _settle(self, calls: int, *, failed: int = 0, drops: int | None = None, takes: bool = False) -> None:
         """Count `calls`; drop the message kept from rank `drops`, or with `takes` the queue's message.
 
@@ -209,10 +328,9 @@ class BroadcastOrder:
             del self._kept[drops]
         self._failed = failed if failed > self._failed else self._failed  # noqa: FURB136 - `max` would be a call
         self._beside += calls
-        # The messages of a queue that is not compared have the tag 0.
-        self.tag = 0 if self._end is None else self._beside & _COUNT
-        if self._is_writer and self._end is not None:
-            self._end.tag = self.tag
+        self.tag = self._beside & _COUNT
+        if self._tagged is not None:
+            self._tagged.tag = self.tag
 
     def _failure(self, number: int, its: int, src: int, reason: object = None) -> DisagreementError:
         rank = self._health.ranks[src]

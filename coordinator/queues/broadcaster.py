@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-from coordinator.queues.broadcast_order import BroadcastOrder
+from coordinator.queues.broadcast_order import BroadcastOrder, refusal_of
 from coordinator.queues.ends import Reader, Writer
 from device_comm.health import GroupHealth
-from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, PeerLostError
+from shm_broadcast._core import WriteEndpoint
+from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, PeerLostError, UsageError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.ring.writer import nanoseconds
 
@@ -25,18 +25,37 @@ class Broadcaster:
         self._health = health
         self.timeout_s = timeout_s
         self.is_local: bool = end.handle.remote is None
-        if isinstance(end, QueueWriter):
-            end.endpoint.timeout_ns = nanoseconds(timeout_s)
-        # On the writer this sends its argument and returns it. On the other ranks it returns `NOTHING` when the next
-        # object has come, which `endpoint.message` takes out. It need not ask the group's health, because the queue is
-        # closed when the group is destroyed or breaks.
+        # On the writer of a queue of one host, `endpoint.exchange` sends its argument and returns it. On the other
+        # ranks it returns `NOTHING` when the next object has come, which `endpoint.message` takes out. It need not ask
+        # the group's health, because the queue is closed when the group is destroyed or breaks.
         self.endpoint: Any = end.endpoint
-        self.exchange: Callable[[Any], Any] = end.endpoint.exchange
+        if isinstance(end.endpoint, WriteEndpoint):
+            end.endpoint.timeout_ns = nanoseconds(timeout_s)
 
-    def send(self, obj: Any, timeout_s: float | None) -> None:
-        """Send an object to all other ranks; only on the writer."""
+    def send(self, obj: Any, timeout_s: float | None, order: BroadcastOrder) -> None:
+        """Send an object to all other ranks, or the reason why it cannot be sent; only on the writer."""
+        if not self.is_local:
+            limit_s = timeout_s or self.timeout_s
+            end = time.monotonic() + limit_s
+            order.send_in_queue(obj, lambda message: self._enqueue(message, _left(end)), limit_s)
+            return
+        try:
+            self._enqueue(obj, timeout_s)
+        except UsageError as error:
+            if refusal_of(obj) is not None:
+                self.refuse(f"{order.name}: {error}", order)
+            raise
+
+    def refuse(self, reason: str, order: BroadcastOrder) -> None:
+        """Send all other ranks the reason why this one refuses its call; only on the writer."""
+        if self.is_local:
+            order.refuse(reason, self.timeout_s)
+        else:
+            order.refuse_in_queue(reason, lambda message: self._enqueue(message, None), self.timeout_s)
+
+    def _enqueue(self, obj: Any, timeout_s: float | None) -> None:
         assert isinstance(self._end, QueueWriter)
-        limit_s = timeout_s or self.timeout_s
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             self._end.enqueue(obj, limit_s)
         except CommError as error:
@@ -44,19 +63,24 @@ class Broadcaster:
 
     def receive(self, timeout_s: float | None, type_: Any, order: BroadcastOrder) -> Any:
         """Return the writer's object of this call, within an optional deadline in seconds; only on the other ranks."""
-        assert isinstance(self._end, QueueReader)
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            if self.is_local:
-                self._await(order, None if timeout_s is None else time.monotonic() + timeout_s)
-            return self._end.dequeue(timeout_s, type_)
+            if not self.is_local:
+                return order.receive_in_queue(lambda: self._dequeue(end, None), type_, lambda: _left(end))
+            self._await(order, end)
+            return self._dequeue(end, type_)
         except CommError as error:
             self.blame(error, timeout_s)
+
+    def _dequeue(self, end: float | None, type_: Any) -> Any:
+        assert isinstance(self._end, QueueReader)
+        return self._end.dequeue(_left(end), type_)
 
     def _await(self, order: BroadcastOrder, end: float | None) -> None:
         """Return when the message of this call has come, which the next read then takes out of the queue's end."""
         endpoint: Any = self.endpoint
         while True:
-            endpoint.fetch(-1 if end is None else nanoseconds(max(end - time.monotonic(), 0.0)))
+            endpoint.fetch(nanoseconds(_left(end)))
             if endpoint.tag == order.tag:
                 return
             order.sort()
@@ -73,3 +97,8 @@ class Broadcaster:
         if isinstance(error, (CommTimeoutError, PeerLostError)):
             self._health.fail(error, "broadcast_object", within_s=within_s or 0.0)
         raise error
+
+
+def _left(end: float | None) -> float | None:
+    """Return the seconds until `end`; None without one."""
+    return None if end is None else max(end - time.monotonic(), 0.0)

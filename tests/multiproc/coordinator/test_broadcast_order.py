@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from coordinator import DisagreementError, GroupCoordinator, UsageError
-from tests.harness import RankPool
-from tests.worlds import new_group, world
+from tests.harness import RankPool, run_ranks
+from tests.worlds import HostsPool, new_group, outcome_of, run_at, world
+
+DEPTH = 256
+"""How many levels an object may have."""
 
 Broadcast = Callable[[GroupCoordinator, Any, int], Any]
 
@@ -40,8 +43,8 @@ def other_source(rank: int, world_size: int, directory: Path, name: str, queue: 
                     broadcast(group, value, src)
             else:
                 assert broadcast(group, value, src) == [step, src], step
-        # Rank 0 finds rank 1's messages, which nobody awaited, when it first listens to it, and drops them.
-        if rank == 0:
+        # The others find rank 1's messages, which nobody awaited, when they first listen to it, and drop them.
+        if rank != 1:
             with pytest.raises(DisagreementError, match="rank 1 sent the object of its broadcast #4"):
                 broadcast(group, [0, 0], 1)
         else:
@@ -101,6 +104,12 @@ def refuse(rank: int, world_size: int, directory: Path, queue: bool) -> None:
                     group.broadcast_tensor_dict()
             else:
                 assert group.broadcast_object([step, rank]) == [step, 0]
+        # Whatever can be sent alone is sent, or refused on both ranks.
+        deep: list[Any] = []
+        for _ in range(DEPTH - 1):
+            deep = [deep]
+        found = outcome_of(lambda: group.broadcast_object(deep))
+        assert found["kind"] in ("NoneType", "UsageError" if rank == 0 else "DisagreementError"), found
         assert group.broadcast_flag(rank == 0) is True
 
 
@@ -109,3 +118,24 @@ def refuse(rank: int, world_size: int, directory: Path, queue: bool) -> None:
 def test_a_refused_broadcast_is_told_and_the_next_one_works(ranks2: RankPool, queue: bool) -> None:
     """If the source refuses, the others raise its reason; if a receiver does, its message of that call is dropped."""
     ranks2.run(refuse, queue)
+
+
+PLACES = [["one", "another"], ["one", "another", "one"], ["one", "one", "another"]]
+"""Where the ranks are: rank 0 writes a queue to a rank on another host, and beside it to one on its own host."""
+
+
+@pytest.mark.guarantee("D67")
+@pytest.mark.parametrize("queue", [False, True])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_ranks_on_several_hosts_get_no_object_of_another_call(places: list[str], queue: bool) -> None:
+    """Where the messages go through Gloo, or through a queue to readers on its host and on others."""
+    body = other_source.__module__, other_source.__qualname__
+    for name in ("broadcast_object", "broadcast_tensor_dict"):
+        run_ranks(run_at, len(places), places, *body, name, queue, 3)
+
+
+@pytest.mark.guarantee("D67")
+@pytest.mark.parametrize("queue", [False, True])
+def test_a_refusal_is_told_on_other_hosts(ranks2: RankPool, queue: bool) -> None:
+    """The reasons, and the next calls, are those of one host."""
+    HostsPool(ranks2, ["one", "another"]).run(refuse, queue)

@@ -22,9 +22,9 @@ from coordinator import (
     UsageError,
 )
 from tests.handlers import raising_at
-from tests.harness import RankPool
+from tests.harness import RankPool, run_ranks
 from tests.unit.shm_broadcast.test_signal_handlers import FEW, LONG_S, MANY, AlarmError, alarms
-from tests.worlds import meet, new_group, world
+from tests.worlds import HostsPool, meet, new_group, run_at, world
 
 # No wait of these tests may take so long, on any machine.
 HANG_S = 60.0
@@ -41,7 +41,8 @@ FILES = (
     *(f"device_comm/{name}.py" for name in ("base", "checks", "health", "movable")),
     *(f"device_comm/cpu/{name}.py" for name in ("channels", "channel_receiver", "communicator")),
     *(f"device_comm/cpu/{name}.py" for name in ("received_tensors", "receiving_any")),
-    *(f"shm_broadcast/{name}.py" for name in ("queue", "timeouts", "codec/__init__", "ring/reader")),
+    *(f"shm_broadcast/{name}.py" for name in ("queue", "timeouts", "codec/__init__", "ring/reader", "turn")),
+    *(f"shm_broadcast/remote/{name}.py" for name in ("end", "ledger", "reader", "reads")),
 )
 
 Send = Callable[[GroupCoordinator, int], object]
@@ -101,16 +102,17 @@ def sent_before(
     count: int,
     turn: str = "",
 ) -> None:
-    """Let rank 0 send `count` messages, and rank 1 receive behind that, so that it never waits."""
+    """Let rank 0 send `count` messages, and the others receive behind that, so that they never wait."""
     if rank == 0:
         for number in range(count):
             send(group, number)
-    meet(rank, RANKS, directory, f"sent{turn}")
+    ranks = range(group.world_size)
+    meet(rank, ranks, directory, f"sent{turn}")
     try:
-        if rank == 1:
+        if rank > 0:
             receive()
     finally:
-        meet(rank, RANKS, directory, f"received{turn}")
+        meet(rank, ranks, directory, f"received{turn}")
 
 
 def group_of(everyone: GroupCoordinator, by_queue: bool) -> GroupCoordinator:
@@ -157,6 +159,21 @@ def test_a_strike_at_any_place_of_a_receive_leaves_the_message(
     ranks2.run(struck_at_each_place, kind, by_queue)
 
 
+# Rank 0 writes to rank 1 on another host, or on its own host into a queue that reaches another host, too.
+HOSTS = [["one", "another"], ["one", "one", "another"]]
+
+
+@pytest.mark.guarantee("D91")
+@pytest.mark.parametrize("places", HOSTS, ids=str)
+@pytest.mark.parametrize("kind", BROADCASTS)
+def test_a_strike_leaves_the_message_of_a_queue_that_reaches_other_hosts(
+    places: list[str], kind: str
+) -> None:
+    """Its messages carry their numbers, and are counted when they are handed out."""
+    body = struck_at_each_place
+    run_ranks(run_at, len(places), places, body.__module__, body.__qualname__, kind, True)
+
+
 def send_from(kind: str, first: int, group: GroupCoordinator, number: int) -> None:
     """Send the message with `number` of those that begin with `first`."""
     SENDS[kind](group, first + number)
@@ -197,14 +214,18 @@ def receive_among_alarms(
                         failures.append(str(error))
                 raised.append(handler.count)
 
+        def drain() -> None:
+            for _ in range(COUNT):
+                RECEIVES[kind](group)
+
         end = time.monotonic() + LONG_S
         for turn in itertools.count():
             assert time.monotonic() < end, sum(raised)
             send = partial(send_from, kind, turn * COUNT)
-            sent_before(rank, directory, group, send, receive, COUNT, f" {turn}")
+            sent_before(rank, directory, group, send, receive if rank == 1 else drain, COUNT, f" {turn}")
             if rank == 1 and (failures or least == FEW or sum(raised) >= least):
                 (directory / "over").touch()
-            meet(rank, RANKS, directory, f"decided {turn}")
+            meet(rank, range(world_size), directory, f"decided {turn}")
             if (directory / "over").exists():
                 break
         group.destroy()
@@ -231,25 +252,57 @@ def test_no_alarm_loses_or_repeats_a_message_of_a_group(
     assert outcome["raised"] >= (1 if least == FEW else least)
 
 
+@pytest.mark.slow
+@pytest.mark.guarantee("D91")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("least", [FEW, pytest.param(MANY, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("places", HOSTS, ids=str)
+def test_no_alarm_loses_or_repeats_a_message_from_another_host(places: list[str], least: int) -> None:
+    """As on one host."""
+    body = receive_among_alarms
+    within_s = 60.0 if least == FEW else LONG_S + 60.0
+    arguments = (places, body.__module__, body.__qualname__, "broadcast", True, least)
+    outcome = run_ranks(run_at, len(places), *arguments, timeout_s=within_s)[1]
+    assert outcome["failures"] == []
+    assert outcome["seen"] == list(range(len(outcome["seen"])))
+    assert outcome["raised"] >= (1 if least == FEW else least)
+
+
+def refused_and_received(receive: Callable[..., Any]) -> None:
+    """Receive three numbers, of which one does not fit, and pass a type into which nothing can be decoded."""
+    with pytest.raises(UsageError, match="decode to"):
+        receive(type=lambda: None)
+    assert receive(type=int) == 0
+    with pytest.raises(DecodeError):
+        receive(type=str)
+    assert receive(type=int) == 2
+
+
+def refuse_broadcasts(rank: int, world_size: int, directory: Path, by_queue: bool) -> None:
+    """Receive broadcasts of which some do not fit."""
+    with world(rank, world_size, directory) as everyone:
+        group = group_of(everyone, by_queue)
+        if rank == 0:
+            for number in range(3):
+                group.broadcast_object(number, 0)
+        else:
+            refused_and_received(group.broadcast_object)
+        meet(rank, range(world_size), directory, "received")
+        group.destroy()
+
+
 def refuse_and_receive(rank: int, world_size: int, directory: Path) -> None:
-    """Receive messages of which some do not fit, and pass a type into which nothing can be decoded."""
+    """Receive messages of which some do not fit."""
     with world(rank, world_size, directory) as everyone:
         group = new_group(everyone)
         if rank == 0:
             for number in range(3):
                 group.send_object(number, 1)
-                group.broadcast_object(number, 0)
             for number in range(2):
                 group.send(tensor(number), 1)
                 group.send(tensor(number), 1, tag=3)
         else:
-            for receive in (partial(group.recv_object, 0), group.broadcast_object):
-                with pytest.raises(UsageError, match="decode to"):
-                    receive(type=lambda: None)
-                assert receive(type=int) == 0
-                with pytest.raises(DecodeError):
-                    receive(type=str)
-                assert receive(type=int) == 2
+            refused_and_received(partial(group.recv_object, 0))
             for tag in (0, 3):
                 with pytest.raises(DisagreementError):
                     group.recv((5,), torch.float32, 0, tag=tag)
@@ -262,3 +315,13 @@ def refuse_and_receive(rank: int, world_size: int, directory: Path) -> None:
 def test_a_message_that_does_not_fit_goes_and_one_whose_type_is_refused_stays(ranks2: RankPool) -> None:
     """The next call meets the next message, or the same one."""
     ranks2.run(refuse_and_receive)
+
+
+@pytest.mark.guarantee("D91")
+@pytest.mark.parametrize("by_queue", [False, True])
+@pytest.mark.parametrize("places", [["one", "one"], ["one", "another"]], ids=str)
+def test_a_broadcast_that_does_not_fit_goes_and_one_whose_type_is_refused_stays(
+    ranks2: RankPool, places: list[str], by_queue: bool
+) -> None:
+    """Also over Gloo, over which a receive cannot be put back: the order of broadcasts keeps it."""
+    HostsPool(ranks2, places).run(refuse_broadcasts, by_queue)

@@ -13,9 +13,9 @@ import pytest
 from coordinator import CoordinatorSettings, GroupCoordinator
 from shm_broadcast.errors import ClosedError, CommError, DecodeError, DisagreementError, UsageError
 from shm_broadcast.queue import QueueReader
-from tests.harness import RankPool
+from tests.harness import RankPool, run_ranks
 from tests.waiting import sleeping_in, wait_until
-from tests.worlds import new_group, world
+from tests.worlds import new_group, run_at, world
 
 STEPS = 200
 SOON_S = 20.0
@@ -172,6 +172,51 @@ def test_a_second_thread_that_reads_waits_for_its_turn(ranks2: RankPool) -> None
     _, (got, used_s) = ranks2.run(read_with_two_threads)
     assert sorted(got) == list(range(STEPS))
     assert used_s < 0.4
+
+
+PLACES = [["one", "another"], ["one", "one", "another"]]
+"""Where the ranks are: all readers of rank 0's queue on another host, or one beside it."""
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_threads_that_read_on_several_hosts_wait_for_their_turns(places: list[str]) -> None:
+    """Also where messages carry their numbers, because the queue reaches another host."""
+    body = read_with_two_threads
+    _, *readers = run_ranks(run_at, len(places), places, body.__module__, body.__qualname__)
+    for got, _ in readers:
+        assert sorted(got) == list(range(STEPS))
+
+
+def write_with_two_threads(rank: int, world_size: int, directory: Path) -> list[tuple[int, int]]:
+    """Broadcast from two threads of rank 0; return what another rank has got, in order."""
+    with world(rank, world_size, directory) as group, new_group(group) as it:
+        it.enable_broadcaster()
+
+        def write(thread: int) -> None:
+            for number in range(STEPS):
+                it.broadcast_object((thread, number))
+
+        got: list[tuple[int, int]] = []
+        if rank == 0:
+            threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(SOON_S)
+        else:
+            got = [it.broadcast_object() for _ in range(2 * STEPS)]
+        it.barrier()
+        return got
+
+
+@pytest.mark.parametrize("places", [["one", "one"], *PLACES], ids=str)
+def test_threads_that_write_take_turns(places: list[str]) -> None:
+    """Each message has the number of one call, and those of a thread come in order."""
+    body = write_with_two_threads
+    _, *readers = run_ranks(run_at, len(places), places, body.__module__, body.__qualname__)
+    for got in readers:
+        for thread in range(2):
+            assert [number for of, number in got if of == thread] == list(range(STEPS))
 
 
 def lease_beside_a_reader(rank: int, world_size: int, directory: Path) -> list[str]:

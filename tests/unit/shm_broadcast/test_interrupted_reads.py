@@ -203,6 +203,7 @@ def test_a_time_out_names_the_deadline_of_its_own_call() -> None:
     with queue() as (writer, _):
         writer.enqueue("first", 50.0)
         fill(writer, bytes(20_000))
-        writer.endpoint.timeout_ns = 200_000_000
+        endpoint: Any = writer.endpoint
+        endpoint.timeout_ns = 200_000_000
         with pytest.raises(CommTimeoutError, match=r"within 0\.2 s"):
-            writer.endpoint.exchange(bytes(20_000))
+            endpoint.exchange(bytes(20_000))

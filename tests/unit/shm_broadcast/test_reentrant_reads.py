@@ -222,7 +222,8 @@ def test_a_hook_cannot_read_the_queue_whose_message_it_decodes(outer: str, inner
 def test_a_hook_cannot_write_to_the_queue_for_which_it_encodes(inner: str, nbytes: int) -> None:
     """It gets an error that names its call, and the message that is being encoded goes out alone and whole."""
     with queue(ring_bytes=4 * MIN_RING_BYTES) as (writer, [reader]), rescued(reader, writer):
-        call = writer.enqueue if inner == "enqueue" else writer.endpoint.exchange
+        endpoint: Any = writer.endpoint
+        call = writer.enqueue if inner == "enqueue" else endpoint.exchange
         refused = Refused(lambda: call("nested"))
         with background(lambda: [reader.dequeue(RESCUE_S) for _ in range(2)]) as outcome:
             with called_by(ENCODING, refused):

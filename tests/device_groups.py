@@ -2,7 +2,7 @@
 
 import ctypes
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,12 @@ class NotingLibrary(NcclLibrary):
         self.ends: list[tuple[str, str]] = []
         self._id_of: dict[int, str] = {}
 
-    def init_rank(self, world_size: int, unique_id: bytes, rank: int, config: object) -> tuple[int, int]:
+    def init_rank(
+        self, world_size: int, unique_ids: Sequence[bytes], rank: int, config: object
+    ) -> tuple[int, int]:
+        (unique_id,) = unique_ids
         self.ids.append(unique_id)
-        comm, status = super().init_rank(world_size, unique_id, rank, config)  # type: ignore[arg-type]
+        comm, status = super().init_rank(world_size, unique_ids, rank, config)  # type: ignore[arg-type]
         self._id_of[comm] = unique_id.hex()
         return comm, status
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 from device_comm.base import CommunicatorContext
-from device_comm.nccl.library import NcclLibrary
+from device_comm.nccl.library import ROOTS_FUNCTIONS, NcclLibrary
 from device_comm.nccl.window import Wish
 from shm_broadcast.errors import DecodeError, DisagreementError, InternalError, NcclError
+
+RANKS_PER_ROOT: Final = 128
+"""How many ranks meet at one root; see `roots_of`."""
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,23 +26,36 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     failure: str = ""
     window_bytes: int = 0
     obstacle: str = ""
+    has_several_roots: bool = False
 
 
 _View = TypeVar("_View", Facts, str)
 
 
-def agree(context: CommunicatorContext, library: NcclLibrary, wish: Wish | None) -> tuple[bytes, str]:
-    """Return the id that rank 0 created, and why there will be no window or an empty text. Collective.
+def roots_of(world_size: int, has_several: bool) -> range:
+    """Return the ranks of a group that create an id each: NCCL spreads its bootstrap over all of them.
+
+    With one id, all ranks connect to one process at the start. That a root has 128 ranks at most is torch's choice,
+    too (pytorch/pytorch#191983). A library before 2.23 takes only one id: `has_several` is then false.
+    """
+    return range(0, world_size, RANKS_PER_ROOT) if has_several else range(1)
+
+
+def agree(
+    context: CommunicatorContext, library: NcclLibrary, wish: Wish | None
+) -> tuple[tuple[bytes, ...], str]:
+    """Return the ids that the roots created, and why there will be no window or an empty text. Collective.
 
     Raises:
         DisagreementError: The ranks have different versions of NCCL.
-        NcclError: Rank 0 could not create an id. All ranks raise either, and the group is intact.
+        NcclError: A root could not create an id. All ranks raise either, and the group is intact.
     """
-    own = Facts(library.version, str(library))
+    has_several = ROOTS_FUNCTIONS.keys() <= library.functions.keys()
+    own = Facts(library.version, str(library), has_several_roots=has_several)
     if wish is not None:
         own = msgspec.structs.replace(own, window_bytes=wish.nbytes, obstacle=wish.obstacle)
     mine: NcclError | None = None
-    if context.rank_in_group == 0:
+    if context.rank_in_group in roots_of(context.world_size, has_several):
         try:
             own = msgspec.structs.replace(own, unique_id=library.new_unique_id())
         except NcclError as error:
@@ -51,11 +67,14 @@ def agree(context: CommunicatorContext, library: NcclLibrary, wish: Wish | None)
         texts = {rank: view.library for rank, view in zip(ranks, views, strict=True)}
         listed = ", ".join(f"rank {rank}: {text}" for rank, text in texts.items())
         raise DisagreementError(f"{where}: the ranks have different versions of NCCL: {listed}", views=texts)
-    first = views[0]
-    if first.failure:
-        text = f"{where}: rank {ranks[0]} could not begin: {first.failure}"
-        raise NcclError(text, library=first.library, function=first.function, code=first.code) from mine
-    return first.unique_id, _window_obstacle(context, views)
+    roots = roots_of(context.world_size, all(view.has_several_roots for view in views))
+    for root in roots:
+        view = views[root]
+        if view.failure:
+            text = f"{where}: rank {ranks[root]} could not begin: {view.failure}"
+            cause = mine if root == context.rank_in_group else None
+            raise NcclError(text, library=view.library, function=view.function, code=view.code) from cause
+    return tuple(views[root].unique_id for root in roots), _window_obstacle(context, views)
 
 
 def _window_obstacle(context: CommunicatorContext, views: list[Facts]) -> str:

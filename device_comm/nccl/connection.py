@@ -24,7 +24,7 @@ from device_comm.base import CommunicatorContext
 from device_comm.health import ANNOUNCE_AFTER_S, Operation
 from device_comm.nccl.agreement import agree, first_trouble
 from device_comm.nccl.background import Background, Joining
-from device_comm.nccl.library import IN_PROGRESS, SUCCESS, NcclLibrary, new_config
+from device_comm.nccl.library import IN_PROGRESS, SUCCESS, NcclLibrary, init_function, new_config
 from device_comm.nccl.streams import Progress, Streams
 from device_comm.nccl.window import Window, Wish
 from shm_broadcast.errors import (
@@ -150,7 +150,7 @@ class NcclConnection:
 
         Raises:
             DisagreementError: The ranks have different versions of NCCL; the group is intact.
-            NcclError: NCCL failed; the text quotes it. The group is intact if rank 0 could not create an id, else
+            NcclError: NCCL failed; the text quotes it. The group is intact if a root could not create its id, else
                 broken.
             CommTimeoutError: A rank did not call; the group is broken.
             GroupBrokenError: Another rank could not register its window.
@@ -160,13 +160,13 @@ class NcclConnection:
         if self.is_connected:
             return
         wish = self._wish()
-        unique_id, obstacle = agree(self.context, self.library, wish)
+        unique_ids, obstacle = agree(self.context, self.library, wish)
         with self.calling(Call("connect", None, self.context.timeout_s)):
-            status = self._join(unique_id)
+            status = self._join(unique_ids)
             # If `close` came before, it found no keeper; this one aborts what was joined.
             self._start_keeper()
             self._refuse_closed()
-            self.settle("ncclCommInitRankConfig", status)
+            self.settle(init_function(unique_ids), status)
             self._open_window(wish, obstacle)
         self._handle = ctypes.c_void_p(self._comm)
         self._refuse_closed()
@@ -190,10 +190,10 @@ class NcclConnection:
             raise
         self._keeper = keeper, ended
 
-    def _join(self, unique_id: bytes) -> int:
-        """Join the communicator of `unique_id` on a thread, and keep it; return the library's status."""
+    def _join(self, unique_ids: tuple[bytes, ...]) -> int:
+        """Join the communicator of `unique_ids` on a thread, and keep it; return the library's status."""
         size, rank = self.context.world_size, self.context.rank_in_group
-        join = partial(self.library.init_rank, size, unique_id, rank, new_config())
+        join = partial(self.library.init_rank, size, unique_ids, rank, new_config())
         operation = self._operation()
         look = partial(self._health.check_leavers, operation)
         joining = Joining(self.library, self._streams, join, look, self._fields("connect"))

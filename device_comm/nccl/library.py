@@ -12,7 +12,7 @@ import ctypes
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -98,6 +98,12 @@ WINDOW_FUNCTIONS: Final[dict[str, tuple[type, ...]]] = {
     "ncclCommWindowDeregister": (_PTR, _PTR),
 }
 
+# NCCL 2.23 has it; an older library lets all ranks meet at one root. The ids are an array.
+ROOTS_FUNCTIONS: Final[dict[str, tuple[type, ...]]] = {
+    "ncclCommInitRankScalable": (_OUT, _INT, _INT, _INT, _PTR, _PTR),
+}
+_LATER: Final = {**WINDOW_FUNCTIONS, **ROOTS_FUNCTIONS}
+
 # These return text; all others return a status.
 _TEXTS: Final = frozenset({"ncclGetErrorString", "ncclGetLastError"})
 
@@ -106,6 +112,11 @@ def version_text(code: int) -> str:
     """Return `2.32.3` for 23203. Codes up to 2.8 have one digit fewer: 2804 is 2.8.4."""
     major, rest = divmod(code, 10000) if code >= 10000 else divmod(code, 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def init_function(unique_ids: Sequence[bytes]) -> str:
+    """Return the name of the function that joins a communicator of these ids."""
+    return "ncclCommInitRankConfig" if len(unique_ids) == 1 else "ncclCommInitRankScalable"
 
 
 class _SymbolInfo(ctypes.Structure):
@@ -124,7 +135,7 @@ class NcclLibrary:
         path: The library's file, with links resolved.
         version: NCCL's version code: 23203 is 2.32.3.
         functions: The bare functions, which return a status, by name: `FUNCTIONS`, and what there is of
-            `WINDOW_FUNCTIONS`.
+            `WINDOW_FUNCTIONS` and `ROOTS_FUNCTIONS`.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -141,9 +152,9 @@ class NcclLibrary:
         file = _choose() if path is None else os.fspath(path)
         library, oldest = _open(file), version_text(OLDEST_VERSION)
         self.functions: dict[str, ctypes._NamedFuncPointer] = {}
-        for name, arguments in {**FUNCTIONS, **WINDOW_FUNCTIONS}.items():
+        for name, arguments in {**FUNCTIONS, **_LATER}.items():
             function = getattr(library, name, None)
-            if function is None and name in WINDOW_FUNCTIONS:
+            if function is None and name in _LATER:
                 continue
             if function is None:
                 # Every NCCL has `ncclGetVersion`, the first of them; one that lacks another function is too old.
@@ -199,13 +210,17 @@ class NcclLibrary:
         self.call("ncclGetUniqueId", ctypes.byref(unique))
         return bytes(unique)
 
-    def init_rank(self, world_size: int, unique_id: bytes, rank: int, config: Config) -> tuple[int, int]:
-        """Start joining a communicator; return its handle and the status."""
-        handle = ctypes.c_void_p()
-        unique = UniqueId.from_buffer_copy(unique_id)
-        status = self.call(
-            "ncclCommInitRankConfig", ctypes.byref(handle), world_size, unique, rank, ctypes.byref(config)
-        )
+    def init_rank(
+        self, world_size: int, unique_ids: Sequence[bytes], rank: int, config: Config
+    ) -> tuple[int, int]:
+        """Start joining a communicator; return its handle and the status. Each id is that of one of its roots."""
+        handle, asked = ctypes.c_void_p(), ctypes.byref(config)
+        name, into = init_function(unique_ids), ctypes.byref(handle)
+        if name in ROOTS_FUNCTIONS:
+            ids = (UniqueId * len(unique_ids))(*map(UniqueId.from_buffer_copy, unique_ids))
+            status = self.call(name, into, world_size, rank, len(ids), ids, asked)
+        else:
+            status = self.call(name, into, world_size, UniqueId.from_buffer_copy(unique_ids[0]), rank, asked)
         return handle.value or 0, status
 
     def async_error(self, comm: int) -> int:

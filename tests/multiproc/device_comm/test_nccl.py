@@ -18,6 +18,7 @@ from coordinator.errors import (
     UsageError,
 )
 from coordinator.testing import check_device_communicator
+from device_comm.nccl.agreement import roots_of
 from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.nccl.library import NcclLibrary
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
@@ -239,6 +240,39 @@ def test_ranks_that_cannot_connect_are_all_told_why(ranks2: RankPool, stub: str,
         assert "2.32.3" in different
         for part in ("ncclGetUniqueId", "ncclSystemError", "the stub was told to fail", "2.32.3", stub):
             assert part in no_id
+
+
+def meets_at_two_roots(rank: int, world_size: int, directory: Path, stub: str, old_stub: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("device_comm.nccl.agreement.RANKS_PER_ROOT", 2)
+        with nccl_world(rank, world_size, directory, stub) as (group, it):
+            control = stub_of(it.library)
+            before = control.stub_calls(11)
+            if rank == 2:
+                control.stub_fail(b"ncclGetUniqueId", 2, 1)
+            with pytest.raises(NcclError) as no_id:
+                it.connect()
+            assert it.all_reduce(torch.ones(1)).item() == 4.0, "the group is intact"
+            assert control.stub_calls(11) - before == 2
+            group.barrier()
+        with nccl_world(rank, world_size, directory / "old", old_stub) as (_, it):
+            assert it.all_reduce(torch.ones(1)).item() == 4.0
+            assert "ncclCommInitRankScalable" not in it.library.functions
+    return [str(no_id.value)]
+
+
+def test_several_roots_share_the_ranks_of_a_large_group(ranks4: RankPool, stub: str, old_stub: str) -> None:
+    """Each creates an id, and a root that cannot is named on all ranks. An older library has one root."""
+    for (no_id,) in ranks4.run(meets_at_two_roots, stub, old_stub):
+        assert "rank 2 could not begin: ncclGetUniqueId returned 2" in no_id
+
+
+def test_a_root_serves_128_ranks() -> None:
+    """At most, and where all ranks' libraries take several ids."""
+    assert list(roots_of(2, True)) == list(roots_of(128, True)) == [0]
+    assert list(roots_of(129, True)) == [0, 128]
+    assert list(roots_of(512, True)) == [0, 128, 256, 384]
+    assert list(roots_of(512, False)) == [0]
 
 
 def transfers_first(rank: int, world_size: int, directory: Path, stub: str) -> str:

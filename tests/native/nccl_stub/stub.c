@@ -33,12 +33,14 @@ enum { OK, UNHANDLED_CUDA, SYSTEM, INTERNAL, INVALID_ARGUMENT, INVALID_USAGE, RE
 enum { I8, U8, I32, U32, I64, U64, F16, F32, F64, BF16, E4M3, E5M2, TYPES };
 static const size_t sizes[TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
+typedef struct { char internal[128]; } Id;
 typedef struct { _Atomic uint64_t written, read; char data[RING]; } Ring;
 typedef struct {
   _Atomic int attached, finalized, arrived, generation, aborted;
   char slot[MAX_RANKS][SLOT];
   Ring ring[MAX_RANKS][MAX_RANKS];
   size_t window[MAX_RANKS];
+  char roots[MAX_RANKS][MAX_RANKS * sizeof(Id)];
   _Atomic int process[MAX_RANKS];
 } Shared;
 typedef struct Comm {
@@ -49,13 +51,12 @@ typedef struct Comm {
   char *window;
   size_t window_size;
 } Comm;
-typedef struct { char internal[128]; } Id;
 typedef struct { size_t size; unsigned magic, version; int blocking; } Config;
 
 static __thread char last_error[256];
 static char next_function[64];
 static int next_code, next_left;
-static _Atomic int async_error, endless, declining, together, calls[11];
+static _Atomic int async_error, endless, declining, together, calls[12];
 /* The communicators of this process that have not ended, and the faults so far. */
 static Comm *_Atomic made[MAX_COMMS];
 static char faults[4096];
@@ -69,7 +70,8 @@ void stub_async_error(int code) { async_error = code; }
 void stub_never_finishes(int yes) { endless = yes; }
 void stub_declines_windows(int yes) { declining = yes; }
 /* 0 aborts, 1 destroys, 2 finalizes, 3 group ends, 4 calls in progress, 5 allocations, 6 frees, 7 windows registered,
- * 8 deregistered, 9 sums whose memory lies in a window, 10 communicators finalized or aborted with a window */
+ * 8 deregistered, 9 sums whose memory lies in a window, 10 communicators finalized or aborted with a window,
+ * 11 roots of communicators that were joined with several */
 int stub_calls(int which) { return calls[which]; }
 
 /* From now on an abort returns only when all communicators of this process that have a lost rank are being aborted: on a
@@ -458,6 +460,23 @@ EXPORT int ncclCommInitRankConfig(Comm **into, int size, Id id, int rank, Config
   WAIT_UNTIL(*into, (*into)->shared->attached == size);
   return OK;
 }
+#if VERSION >= 22300
+/* The ranks meet in the file of the first root. All must pass the same roots, whose processes listen. */
+EXPORT int ncclCommInitRankScalable(Comm **into, int size, int rank, int roots, Id *ids, Config *config) {
+  MAY_FAIL;
+  if (roots < 2 || roots > size) return INVALID_ARGUMENT;
+  for (int i = 1; i < roots; i++) if (access(ids[i].internal, R_OK)) return SYSTEM;
+  TRY(attach(into, size, &ids[0], rank));
+  Shared *shared = (*into)->shared;
+  memcpy(shared->roots[rank], ids, roots * sizeof *ids);
+  TRY(barrier(*into));
+  for (int r = 0; r < size; r++) if (memcmp(shared->roots[r], shared->roots[0], sizeof shared->roots[0])) return INVALID_ARGUMENT;
+  TRY(barrier(*into));
+  if (!rank) for (int i = 1; i < roots; i++) unlink(ids[i].internal);
+  calls[11] += roots;
+  return config->magic == 0xcafebeef ? OK : INVALID_ARGUMENT;
+}
+#endif
 EXPORT int ncclCommGetAsyncError(Comm *comm, int *state) {
   *state = endless && !comm->blocking ? IN_PROGRESS : async_error;
   if (*state) return OK;

@@ -38,6 +38,7 @@ class Library:
     def __init__(self, *, is_blocking: bool = True) -> None:
         self.is_blocking = is_blocking
         self.calls: list[str] = []
+        self.functions: dict[str, object] = {}
         self.faults: list[str] = []
         # Cleared by a test that keeps the library in a call, or the communicator from being finalized.
         self.may_join, self.may_finalize = threading.Event(), threading.Event()

@@ -18,6 +18,7 @@ from device_comm.nccl.dtypes import DATA_TYPES, REDUCTIONS
 from device_comm.nccl.library import (
     FUNCTIONS,
     RESULT_NAMES,
+    ROOTS_FUNCTIONS,
     WINDOW_FUNCTIONS,
     Config,
     NcclLibrary,
@@ -33,6 +34,9 @@ from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import HostStreams
 from tests.probes import requires
 from tests.unit.device_comm.test_health import FakeStatusStore, FakeWatch
+
+ROOTS_SINCE = 22300
+"""The version of NCCL that has `ROOTS_FUNCTIONS`."""
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +169,9 @@ def real() -> NcclLibrary:
 def test_the_real_library_has_every_function(real: NcclLibrary) -> None:
     """The real library is the wheel's and has every function that we call, those of windows from 2.27 on."""
     windows = WINDOW_FUNCTIONS if real.version >= WINDOWS_SINCE else ()
-    assert {*FUNCTIONS, *windows} <= set(real.functions) <= {*FUNCTIONS, *WINDOW_FUNCTIONS}
+    roots = ROOTS_FUNCTIONS if real.version >= ROOTS_SINCE else ()
+    needed, known = {*FUNCTIONS, *windows, *roots}, {*FUNCTIONS, *WINDOW_FUNCTIONS, *ROOTS_FUNCTIONS}
+    assert needed <= set(real.functions) <= known
     assert real.path.endswith("nvidia/nccl/lib/libnccl.so.2")
     assert real.version >= 21800
 
@@ -201,14 +207,16 @@ def ids_and_errors(rank: int, world_size: int, directory: Path) -> None:
     assert real.error_string(2) != real.error_string(6)
     if torch.cuda.is_available():
         return
-    with pytest.raises(NcclError) as caught:
-        real.init_rank(1, first, 0, new_config())
-    error = caught.value
-    assert error.function == "ncclCommInitRankConfig"
-    assert error.code in {1, 2, 3}
-    assert "it says: " in str(error)
-    assert "cuda" in str(error).lower()
-    assert real.path in str(error)
+    forms = [((first,), "ncclCommInitRankConfig"), ((first, second), "ncclCommInitRankScalable")]
+    for ids, function in forms[: 1 + (real.version >= ROOTS_SINCE)]:
+        with pytest.raises(NcclError) as caught:
+            real.init_rank(len(ids), ids, 0, new_config())
+        error = caught.value
+        assert error.function == function
+        assert error.code in {1, 2, 3}
+        assert "it says: " in str(error)
+        assert "cuda" in str(error).lower()
+        assert real.path in str(error)
 
 
 @requires("nccl")
@@ -262,7 +270,9 @@ def test_our_structures_and_numbers_are_those_of_the_header(real: NcclLibrary, t
     checks += [f"ncclNumResults <= {len(RESULT_NAMES)}", "ncclNumResults >= 8"]
     checks += ["NCCL_CONFIG_UNDEF_INT == INT_MIN"]
     declared = set(re.findall(r"\b(nccl[A-Z]\w+)\(", (header / "nccl.h").read_text()))
-    functions = {**FUNCTIONS, **{name: kinds for name, kinds in WINDOW_FUNCTIONS.items() if name in declared}}
+    later = {**WINDOW_FUNCTIONS, **ROOTS_FUNCTIONS}
+    functions = {**FUNCTIONS, **{name: kinds for name, kinds in later.items() if name in declared}}
+    assert real.version < ROOTS_SINCE or set(ROOTS_FUNCTIONS) <= declared
     if real.version >= WINDOWS_SINCE:
         assert set(WINDOW_FUNCTIONS) <= declared
         checks += [f"NCCL_WIN_COLL_SYMMETRIC == {SYMMETRIC}", "sizeof(ncclWindow_t) == sizeof(void*)"]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from shm_broadcast._core import fork_count
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.interruption import raised_by_handler
-from shm_broadcast.liveness import fork_count
 
 __all__ = ["Aside", "DaemonThread", "import_aside", "made_aside"]
 
@@ -230,7 +230,8 @@ def import_aside(name: str) -> None:
     """Import a module ahead of an `import` statement, on a thread on which no signal handler can raise.
 
     If a handler raises inside of `import`, Python's lock of that module may stay taken, and the next import
-    of the module would wait for ever. Here the handler's exception passes unchanged once the import is over.
+    of the module would wait for ever. Here the handler's exception passes unchanged once the import is over. The
+    caller must not be inside of an import that the module needs: the thread would wait for it.
 
     Raises: as `made_aside`, and what the module raises.
     """

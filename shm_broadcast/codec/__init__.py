@@ -53,6 +53,7 @@ import builtins
 import importlib
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -77,8 +78,9 @@ from shm_broadcast.codec.registry import (
     unregister_type,
 )
 from shm_broadcast.codec.wire_format import Builder, Code, DataBuilder, Describer, Description, Refusal
-from shm_broadcast.errors import DecodeError, UsageError
+from shm_broadcast.errors import CapabilityError, DecodeError, UsageError
 from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.threads import import_aside
 
 __all__ = [
     "MAX_DEPTH",
@@ -119,6 +121,8 @@ _builders: dict[int, Builder] = {
     Code.REGISTERED: build_registered,
 }
 _data_builders: dict[int, DataBuilder] = {}
+_adapters: dict[str, Any] = {}
+"""The adapters that are loaded, by package."""
 
 
 class Message(msgspec.Struct, frozen=True, eq=False):
@@ -272,10 +276,23 @@ def _load(package: str) -> None:
 
     Those of arrays and tensors also teach the native core the dtypes that it can handle itself.
     """
-    adapter = importlib.import_module(f"shm_broadcast.codec.{package}_adapter")
+    adapter = _adapter_of(package)
     _describers.update(adapter.DESCRIBERS)
     _builders.update(adapter.BUILDERS)
     _data_builders.update(adapter.DATA_BUILDERS)
+
+
+def _adapter_of(package: str) -> Any:
+    """Return the adapter of `package`, imported where no signal handler can raise.
+
+    `importlib` takes a `ValueError` of a handler for its own, and then says that there is no such module. Where no
+    thread can be had, as when the interpreter is about to exit, this thread imports it.
+    """
+    name = f"shm_broadcast.codec.{package}_adapter"
+    with suppress(CapabilityError):
+        import_aside(name)
+    adapter = _adapters[package] = importlib.import_module(name)
+    return adapter
 
 
 def describe(obj: object) -> Description:
@@ -302,7 +319,7 @@ def describe(obj: object) -> Description:
 
 def _describe_device(device_tensor: Callable[[Any], object], obj: object) -> Description:
     if type(obj).__module__ == "torch":
-        adapter = importlib.import_module("shm_broadcast.codec.torch_adapter")
+        adapter = _adapters.get("torch") or _adapter_of("torch")
         if adapter.is_device_tensor(obj):
             return Code.SUBSTITUTE, None, device_tensor(obj)
     return describe(obj)

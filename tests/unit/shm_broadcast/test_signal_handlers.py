@@ -233,6 +233,65 @@ def test_no_alarm_of_a_thousand_loses_or_repeats_a_message(name: str, nbytes: in
     run_ranks(read_among_alarms, 1, name, nbytes, count, MANY, timeout_s=LONG_S + BOUNDED_S)
 
 
+def write_among_alarms(
+    rank: int, world_size: int, directory: Path, nbytes: int, count: int, least: int
+) -> None:
+    """Write `count` messages at a time to a thread, while a handler raises every 0.2 ms, until it has raised enough."""
+    del rank, world_size, directory
+    register()
+    payload: Any = "x" * nbytes if nbytes < 1000 else np.zeros(nbytes, np.uint8)
+    seen: list[int] = []
+
+    def receive(total: int) -> None:
+        while len(seen) < total:
+            seen.append(reader.dequeue(60.0)[0].number)
+
+    with queue(ring_bytes=16 * MIN_RING_BYTES) as (writer, [reader]), alarms(0.0002) as handler:
+        handler.driver = write_among_alarms.__code__
+        end = time.monotonic() + (BOUNDED_S if least <= FEW else LONG_S)
+        sent = 0
+        while handler.count < least:
+            total = sent + count
+            with background(partial(receive, total)) as outcome:
+                while sent < total:
+                    assert time.monotonic() < end, (sent, total, handler.count)
+                    try:
+                        while sent < total:
+                            handler.is_armed = True
+                            writer.enqueue([Numbered(sent), payload], 60.0)
+                            handler.is_armed = False
+                            sent = writer.statistics().messages
+                    except AlarmError:
+                        pass
+                    handler.is_armed = False
+                    # The alarm may have struck behind the last step of the call.
+                    sent = writer.statistics().messages
+            assert outcome == [None]
+            assert seen == list(range(total))
+            if least <= FEW:
+                break
+    assert handler.count >= least
+
+
+WHOLE = pytest.mark.parametrize(("nbytes", "count"), [(10, 20_000), (100_000, 3_000)])
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("R14")
+@WHOLE
+def test_no_alarm_cuts_or_repeats_a_message_that_is_written(nbytes: int, count: int) -> None:
+    """A message is sent whole or not at all, as the writer's statistics tell. Those in parts are tested elsewhere."""
+    run_ranks(write_among_alarms, 1, nbytes, count, FEW, timeout_s=3 * BOUNDED_S)
+
+
+@pytest.mark.thorough
+@pytest.mark.guarantee("R14")
+@WHOLE
+def test_no_alarm_of_a_thousand_cuts_or_repeats_a_message_that_is_written(nbytes: int, count: int) -> None:
+    """The same, until a thousand exceptions have struck inside of a write."""
+    run_ranks(write_among_alarms, 1, nbytes, count, MANY, timeout_s=LONG_S + BOUNDED_S)
+
+
 @pytest.mark.guarantee("R14")
 @pytest.mark.parametrize("read", [dequeue, loan])
 @pytest.mark.parametrize("nbytes", [10, 100_000, 900_000])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -182,6 +183,45 @@ def test_what_a_step_opens_is_kept_though_its_wait_is_interrupted(strike: Callab
         aside.run(step)
     aside.settle(lambda: None)
     assert kept == [1]
+
+
+LOADS = """
+import sys
+import numpy as np
+from shm_broadcast import codec
+
+struck = []
+
+def strike(frame, event, _arg):
+    if event == "call" and frame.f_code.co_name == "_path_join":
+        struck.append(frame)
+        raise ValueError("of a handler")
+
+if sys.argv[1] == "decode":
+    message = bytes.fromhex(sys.argv[2])
+    work = lambda: codec.decode(message).tolist()
+else:
+    work = lambda: codec.encode(np.arange(3)).to_bytes().hex()
+assert "shm_broadcast.codec.numpy_adapter" not in sys.modules
+sys.setprofile(strike)
+try:
+    found = work()
+finally:
+    sys.setprofile(None)
+assert not struck
+print(found)
+"""
+
+
+@pytest.mark.guarantee("R14")
+def test_a_handler_that_strikes_where_the_codec_loads_its_adapters_hides_none() -> None:
+    """`importlib` takes a `ValueError` for its own at some places, and says that there is no such module."""
+
+    def said_by(*words: str) -> str:
+        command = [sys.executable, "-c", LOADS, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+    assert said_by("decode", said_by("encode")) == "[0, 1, 2]"
 
 
 def map_into(found: list[Any], call: Callable[[str], object], name: str) -> None:

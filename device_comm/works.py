@@ -178,6 +178,8 @@ class PointToPointWorks:
         self._threads = threads
         self._todo = deque(enumerate(works))
         self._peers = {index: peer for index, (peer, _) in enumerate(works)}
+        # What `pending` returns, until another work is done.
+        self._awaited: tuple[int, ...] | None = (works[0][0],) if len(works) == 1 else None
         self._error: BaseException | None = None
         self._keep = keep
         self._unfinished: set[object] = set() if unfinished is None else unfinished
@@ -211,6 +213,7 @@ class PointToPointWorks:
                 return
             with self._lock:
                 del self._peers[index]
+                self._awaited = None if self._peers else ()
                 if not self._peers and self._error is None:
                     self._release()
 
@@ -250,5 +253,8 @@ class PointToPointWorks:
 
     def pending(self) -> tuple[int, ...]:
         """Return the peers that are still awaited."""
-        with self._lock:
-            return tuple(sorted(set(self._peers.values())))
+        awaited = self._awaited
+        if awaited is None:
+            with self._lock:
+                awaited = self._awaited = tuple(sorted(set(self._peers.values())))
+        return awaited

@@ -96,7 +96,7 @@ class Receiving:
 
     def pending(self) -> tuple[int, ...]:
         """Return the sender while it is awaited."""
-        return () if self.has_come else (self.receiver.peer,)
+        return () if self.has_come else self.receiver.peers
 
 
 class ChannelReceiver:
@@ -112,6 +112,7 @@ class ChannelReceiver:
     ) -> None:
         """Attach to a ring, into which global rank `peer` writes. It sounds `bell`, that of this rank."""
         self.peer = peer
+        self.peers: tuple[int, ...] = (peer,)
         self._crossing = crossing
         self._memory = memory
         self._look_around = look_around_of(crossing, peer)

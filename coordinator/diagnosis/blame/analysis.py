@@ -23,6 +23,8 @@ from coordinator.diagnosis.stragglers import FEWEST_CALLS, LaneCount, is_suspect
 __all__ = ["judge"]
 
 _MOST_DETAILS: Final = 16
+# Words in the names of what carries calls that CUDA graphs can hold.
+_CAPTURED: Final = ("nccl", "cuda", "our kernels")
 _MOST_RANKS: Final = 1 << 16
 
 
@@ -343,5 +345,5 @@ def _unseen(job: Job) -> Iterator[str]:
     algorithms = {
         lane.algorithm for process in job.processes for group in process.page.groups for lane in group.lanes
     }
-    if any("nccl" in each.lower() or "cuda" in each.lower() for each in algorithms):
+    if any(word in each.lower() for each in algorithms for word in _CAPTURED):
         yield "calls inside of CUDA graphs that were replayed: only their capture is in the pages"

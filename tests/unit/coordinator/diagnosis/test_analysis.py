@@ -494,10 +494,11 @@ def test_calls_belong_to_the_newest_of_the_groups_with_one_name() -> None:
 
 
 @pytest.mark.guarantee("W2")
-def test_what_was_not_seen_is_told() -> None:
+@pytest.mark.parametrize("algorithm", ["NCCL", "our kernels", "custom kernels and nccl"])
+def test_what_was_not_seen_is_told(algorithm: str) -> None:
     """Refused groups, missing ranks, torn records and calls in CUDA graphs."""
     ranks = job("barrier")
-    ranks[0].enter("tp:0", "all_reduce", plane="device", algorithm="NCCL", state="idle", is_torn=True)
+    ranks[0].enter("tp:0", "all_reduce", plane="device", algorithm=algorithm, state="idle", is_torn=True)
     page = msgspec.structs.replace(ranks[1].page(), refused=3)
     verdict = judge(Evidence((ranks[0].process(), Process(page)), unseen=("page of process 7: not sealed",)))
     assert verdict.unseen == (

@@ -24,8 +24,9 @@ __all__ = ["CULPRIT", "FAULTS", "RANKS", "Fault", "suffer"]
 
 RANKS: Final = 4
 CULPRIT: Final = 2
-# How long the witnesses wait.
+# How long the witnesses wait, and how long where only a look meanwhile shows the fault.
 PATIENCE_S: Final = 0.8
+LOOKED_AT_S: Final = 3.0
 
 
 class Run(NamedTuple):
@@ -52,7 +53,8 @@ class Fault(NamedTuple):
         call: In which call.
         number: Of it in its plane; 0 for a call between two ranks.
         dead: Ranks that end without an answer.
-        looks: Whether the live processes are looked at.
+        live_rule: Of the finding of a look at the live processes, if it is another one.
+        within_s: How long the witnesses wait.
     """
 
     happens: Callable[[GroupCoordinator, int, Run], Any]
@@ -61,7 +63,8 @@ class Fault(NamedTuple):
     call: str
     number: int
     dead: tuple[int, ...] = ()
-    looks: bool = False
+    live_rule: str = ""
+    within_s: float = PATIENCE_S
 
 
 def ones(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -178,21 +181,21 @@ def all_killed(group: GroupCoordinator, rank: int, run: Run) -> None:
 
 ALL: Final = tuple(range(RANKS))
 FAULTS: Final = {
-    "kill": Fault(killed, "dead", (CULPRIT,), "all_reduce", 6, dead=(CULPRIT,), looks=True),
-    "stop": Fault(stopped, "root cause", (CULPRIT,), "all_reduce", 6, dead=(CULPRIT,), looks=True),
-    "sleep": Fault(asleep, "root cause", (CULPRIT,), "all_reduce", 6, looks=True),
+    "kill": Fault(killed, "dead", (CULPRIT,), "all_reduce", 6, dead=(CULPRIT,)),
+    "stop": Fault(stopped, "root cause", (CULPRIT,), "all_reduce", 6, dead=(CULPRIT,)),
+    "sleep": Fault(asleep, "root cause", (CULPRIT,), "all_reduce", 6),
     "missed call": Fault(missed, "divergent", (CULPRIT,), "all_gather", 6),
     "missed call before a barrier": Fault(missed_before_a_barrier, "order", (CULPRIT,), "barrier", 3),
     "swapped calls": Fault(swapped, "divergent", (CULPRIT,), "all_gather", 6),
     "wrong dtype": Fault(mistyped, "divergent", (CULPRIT,), "all_reduce", 6),
-    "cross-group cycle": Fault(crossed, "order", (0, 1, 2), "all_reduce", 1),
-    "p2p cycle": Fault(received_in_a_circle, "order", (0, 1, 2), "recv_object", 0),
-    "late rank": Fault(late, "behind", (CULPRIT,), "all_reduce", 6),
-    "slow reader": Fault(read_slowly, "root cause", (CULPRIT,), "enqueue", 0, looks=True),
-    "dead writer": Fault(
-        left_without_a_writer, "dead", (CULPRIT,), "dequeue", 0, dead=(CULPRIT,), looks=True
+    "cross-group cycle": Fault(crossed, "order", (0, 1, 2), "all_reduce", 1, within_s=LOOKED_AT_S),
+    "p2p cycle": Fault(received_in_a_circle, "order", (0, 1, 2), "recv_object", 0, within_s=LOOKED_AT_S),
+    "late rank": Fault(
+        late, "behind", (CULPRIT,), "all_reduce", 6, live_rule="root cause", within_s=LOOKED_AT_S
     ),
-    "kill -9 of all": Fault(all_killed, "root cause", (CULPRIT,), "all_reduce", 6, dead=ALL, looks=True),
+    "slow reader": Fault(read_slowly, "root cause", (CULPRIT,), "enqueue", 0),
+    "dead writer": Fault(left_without_a_writer, "dead", (CULPRIT,), "dequeue", 0, dead=(CULPRIT,)),
+    "kill -9 of all": Fault(all_killed, "root cause", (CULPRIT,), "all_reduce", 6, dead=ALL),
 }
 
 
@@ -204,12 +207,12 @@ def suffer(rank: int, world_size: int, directory: Path, name: str, record: str) 
     pids = group.all_gather_object(os.getpid())
     for _ in range(5):
         group.all_reduce(ones())
-    run = Run(directory, PATIENCE_S, Path(f"{record}-looked"))
+    Path(f"{record}-begins-{rank}").touch()
+    run = Run(directory, fault.within_s, Path(f"{record}-looked"))
     found = outcome_of(lambda: fault.happens(group, rank, run))
     witnesses = [other for other in range(world_size) if other not in fault.dead]
     meet(rank, witnesses, directory, "told")
-    if fault.looks:
-        wait_until(run.looked.exists, "the look")
+    wait_until(run.looked.exists, "the look")
     if rank == 0 and "stop" in name:
         os.kill(pids[CULPRIT], signal.SIGKILL)
     destroy_distributed_environment()

@@ -21,6 +21,7 @@ from coordinator.diagnosis.pages import find_pages
 from shm_broadcast.status.layout import TABLES
 from shm_broadcast.status.page import LEFT_GROUPS
 from tests.harness import RankPool, run_ranks
+from tests.probes import requires
 from tests.queue_ranks import Marks
 from tests.waiting import wait_until
 from tests.worlds import new_group, world
@@ -114,6 +115,29 @@ def test_it_answers_while_all_ranks_are_stopped(tmp_path: Path, name: str) -> No
                 assert value(seen[-1], "bytes_total", rank=label, **calls) == 10 * 8 * 4
                 assert value(seen[-1], "group_usable", rank=label, group=group) == 1
             marks.mark("go on")
+
+    run_ranks(wait_for_rank_1, 2, str(tmp_path), name, while_running=watch)
+
+
+@requires("promtool")
+def test_promtool_accepts_what_an_exporter_answers(tmp_path: Path, name: str) -> None:
+    """While ranks of a group are in calls: names, types, help texts and values, as Prometheus would get them."""
+    marks = Marks(tmp_path)
+
+    def watch(pids: Sequence[int]) -> None:
+        with exporter("--listen", "127.0.0.1:0") as url:
+            group, _ = (marks.wait(f"ready {rank}") for rank in range(2))
+            wait_until(
+                lambda: value(scrape(url), "inflight_seconds", rank="0", group=group) > 0,
+                "the call of rank 0",
+            )
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                text = answer.read().decode()
+            marks.mark("go on")
+        assert f'group="{group}"' in text
+        command = ["promtool", "check", "metrics"]
+        said = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
+        assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
 
     run_ranks(wait_for_rank_1, 2, str(tmp_path), name, while_running=watch)
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import struct
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -139,6 +140,20 @@ def four_states(rank: int, world_size: int, directory: Path, done: str) -> None:
         group.all_reduce(tensor)
 
 
+def place_of_a_sleep() -> str:
+    """Return the kernel's function in which a process that sleeps for a time waits, or nothing if it does not tell."""
+    with subprocess.Popen(["sleep", "600"]) as child:
+        told = Path(f"/proc/{child.pid}/wchan")
+        try:
+            until = time.monotonic() + 20.0
+            while "sleep" not in told.read_text() and time.monotonic() < until:
+                time.sleep(0.02)
+            place = told.read_text()
+        finally:
+            child.kill()
+    return "" if place == "0" else place
+
+
 def test_waiting_sleeping_running_and_loading_ranks_are_told_apart(ranks4: RankPool, tmp_path: Path) -> None:
     """One rank waits in a call for three that are in none: one sleeps, one computes in C, one reads a file."""
     done = tmp_path / "done"
@@ -162,6 +177,7 @@ def test_waiting_sleeping_running_and_loading_ranks_are_told_apart(ranks4: RankP
     assert [row.rank for row in (waiting, sleeping, running, loading)] == [0, 1, 2, 3]
     assert {row.call for row in (sleeping, running, loading)} == {""}
     assert "CPU" in running.note
+    assert sleeping.note == place_of_a_sleep()
     assert loading.note.startswith("reading ")
     assert loading.note.endswith("MB/s")
     # In its other planes the rank that waits is shown to be elsewhere.

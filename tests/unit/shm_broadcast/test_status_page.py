@@ -224,14 +224,14 @@ def test_a_message_of_a_queue_and_an_idle_page_write_nothing() -> None:
     ):
         writer.enqueue("ready")
         assert reader.dequeue() == "ready"
-        # The thread that hands the memory over ends with the last reader that has it.
-        wait_until(lambda: set(os.listdir("/proc/self/task")) == threads, "the end of the handover")
+        # The thread that hands the memory over ends with the last reader. One of an earlier test may end, too.
+        wait_until(lambda: set(os.listdir("/proc/self/task")) <= threads, "the end of the handover")
         before = _core.status_copy(page.segment.memory)
         for number in range(100):
             writer.enqueue({"step": number})
             assert reader.dequeue() == {"step": number}
         assert _core.status_copy(page.segment.memory) == before
-        assert set(os.listdir("/proc/self/task")) == threads
+        assert set(os.listdir("/proc/self/task")) <= threads
 
 
 @pytest.mark.guarantee("S5")

@@ -179,7 +179,7 @@ def refuses(rank: int, world_size: int, directory: Path) -> list[str]:
         texts.append(str(caught.value).partition(": ")[2])
         with pytest.raises(GroupBrokenError):  # as it was, and not destroyed
             groups.world.barrier()
-    groups = groups.rebuild(timeout_s=TIMEOUT_S)
+    groups = groups.rebuild(timeout_s=TIMEOUT_S, min_members=2)
     use(groups)
     assert groups.change is not None
     texts.append(str(groups.change.epoch))
@@ -211,11 +211,11 @@ def test_a_refusal_is_raised_on_all_ranks_and_can_be_followed_by_another_try() -
     assert epoch == "4"
 
 
-def stopped(rank: int, world_size: int, directory: Path, marks: str) -> str:
+def stopped(rank: int, world_size: int, directory: Path, victim: int, marks: str) -> str:
     groups = elastic_groups(rank, world_size, directory)
     use(groups)
     meet(rank, range(world_size), directory, "ready")
-    if rank == 2:
+    if rank == victim:
         os.kill(os.getpid(), signal.SIGSTOP)  # until the others have gone on
     failing(groups, timeout_s=1.0)
     try:
@@ -233,17 +233,19 @@ def stopped(rank: int, world_size: int, directory: Path, marks: str) -> str:
 
 
 @pytest.mark.guarantee("E3")
-def test_a_rank_that_was_stopped_is_excluded_and_disturbs_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_was_stopped_is_excluded_and_disturbs_nobody(tmp_path: Path, victim: int) -> None:
     """A majority goes on without it. When it runs again, it fails in its old groups, and is told that it is out."""
+    others = [rank for rank in range(3) if rank != victim]
 
     def resume(pids: Sequence[int]) -> None:
-        for rank in (0, 1):
+        for rank in others:
             wait_until((tmp_path / f"rebuilt-{rank}").exists, "the others to go on", 40.0)
-        os.kill(pids[2], signal.SIGCONT)
+        os.kill(pids[victim], signal.SIGCONT)
 
-    found = run_ranks(stopped, 3, str(tmp_path), while_running=resume)
-    assert found[:2] == ["went on: [1.0, 0.0, 1.0]", "went on: [1.0, 1.0, 1.0]"]
-    assert found[2].startswith("excluded: ")
+    found = run_ranks(stopped, 3, victim, str(tmp_path), while_running=resume)
+    assert found.pop(victim).startswith("excluded: ")
+    assert found == ["went on: [1.0, 0.0, 1.0]", "went on: [1.0, 1.0, 1.0]"]
 
 
 def without_elastic(rank: int, world_size: int, directory: Path) -> str:
@@ -262,6 +264,17 @@ def test_a_world_that_ends_with_rank_0_is_refused() -> None:
     run_ranks(without_elastic, 2)
     with pytest.raises(UsageError, match="outlives every rank"):
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", backend="gloo", elastic=True)
+
+
+@pytest.mark.guarantee("E7")
+def test_a_launcher_whose_store_rank_0_serves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`env://` is elastic only under an agent whose store outlives the ranks. Nothing is connected before."""
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(UsageError, match="outlives every rank.*env:// without an agent's store"):
+        init_distributed_environment(backend="gloo", elastic=True)
 
 
 def one_is_elastic(rank: int, world_size: int, directory: Path) -> str:

@@ -253,12 +253,15 @@ def loses_a_rank_with_workspaces(
             if rank == 2:
                 let_go_late(patch, directory)
             groups = groups.rebuild(timeout_s=TIMEOUT_S)
-        ended, left = log.read_text().split("\n"), driver.leaks()
+        ended, left = log.read_text().splitlines(), driver.leaks()
         meet(rank, [0, 2], directory, "looked")
         prepare_all(groups)
+        steps = log.read_text().splitlines()
+        meet(rank, [0, 2], directory, "prepared again")
         end(groups)
         return {
             "ended": ended,
+            "steps": steps,
             "left": left,
             "violations": violations(driver.directory),
             "faults": stub_faults(stub),
@@ -287,16 +290,18 @@ def test_workspaces_are_freed_when_all_have_let_go_and_before_new_ones_are_made(
         assert each["left"] == []
         assert each["violations"] == []
         assert each["faults"] == ""
-        steps = [line.split() for line in each["ended"] if line]
-        first_free = next(at for at, (_, step) in enumerate(steps) if step == "mem_free")
-        before = steps[:first_free]
-        for rank in ("0", "2"):
-            own = [step for who, step in before if who == rank]
-            assert own[0] == "context_synchronize"
-            assert own.count("ipc_close") >= GROUPS_OF_THREE, "the others' workspaces, in each group"
-            frees = [at for at, each in enumerate(steps) if each == [rank, "mem_free"]]
-            makes = [at for at, each in enumerate(steps) if each == [rank, "mem_alloc"]]
-            assert not makes or makes[0] > frees[-1], "the new workspace"
+        first_free = next(at for at, line in enumerate(each["ended"]) if line.endswith("mem_free"))
+        for rank in (0, 2):
+            own = [line for line in each["ended"][:first_free] if line.startswith(f"{rank} ")]
+            assert own[0] == f"{rank} context_synchronize"
+            assert own.count(f"{rank} ipc_close") >= GROUPS_OF_THREE, "the others' workspaces, in each group"
+    for rank, each in ((0, found[0]), (2, found[2])):
+        # To make workspaces frees some memory, too.
+        frees = [at for at, line in enumerate(each["ended"]) if line == f"{rank} mem_free"]
+        makes = [at for at, line in enumerate(each["steps"]) if line == f"{rank} mem_alloc"]
+        assert len(makes) >= GROUPS_OF_THREE, "a new workspace in each group"
+        assert makes[0] > frees[-1], "all old ones are free before"
+        assert len(frees) >= GROUPS_OF_THREE, "the old ones"
 
 
 @pytest.mark.thorough

@@ -2,7 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from coordinator.errors import (
     CapabilityError,
     DisagreementError,
     ExcludedError,
+    NativeError,
     PeerLostError,
     UsageError,
 )
@@ -77,6 +81,58 @@ def test_the_ranks_that_are_left_go_on_in_the_world_of_an_engine(victim: int) ->
         found = run_ranks(goes_on, 3, port, victim, expect_dead=[victim])
     left = [each for each in found if each is not None]
     assert left == [[1.0, 0.0, 1.0, [victim]], [1.0, 1.0, 1.0, [victim]]]
+
+
+SERVER = f"""
+import sys
+import torch.distributed as dist
+store = dist.TCPStore({LOOPBACK!r}, 0, is_master=True, wait_for_workers=False, use_libuv=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def finds_no_store(rank: int, world_size: int, directory: Path, port: int, marks: str) -> float:
+    with torch_world(store_at(port), rank, world_size):
+        init_distributed_environment(world_size, rank, backend="gloo", timeout=10.0, elastic=True)
+        groups = ParallelGroups.from_sizes()
+        use(groups)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert failing(groups) is PeerLostError
+        Path(marks, f"failed-{rank}").touch()
+        wait_until(Path(marks, "gone").exists, "the end of the store")
+        began = time.monotonic()
+        with pytest.raises(NativeError):
+            groups.rebuild(timeout_s=TIMEOUT_S)
+        took_s = time.monotonic() - began
+        groups.destroy()
+    return took_s
+
+
+@pytest.mark.guarantee("E5")
+def test_members_that_find_no_store_are_told_at_once(tmp_path: Path) -> None:
+    """They can agree on nothing. The error is that of the store, and nobody waits for the deadline of the attempt."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdout is not None
+
+        def end_the_store(_: Sequence[int]) -> None:
+            for rank in range(2):
+                wait_until((tmp_path / f"failed-{rank}").exists, "the survivors")
+            server.kill()
+            server.wait()
+            (tmp_path / "gone").touch()
+
+        try:
+            port = int(server.stdout.readline())
+            found = run_ranks(
+                finds_no_store, 3, port, str(tmp_path), expect_dead=[2], while_running=end_the_store
+            )
+        finally:
+            server.kill()
+    assert all(took_s < TIMEOUT_S / 4 for took_s in found[:2])
 
 
 def served_by_rank_0(rank: int, world_size: int, directory: Path, port: int) -> list[str]:

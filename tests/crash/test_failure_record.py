@@ -20,7 +20,7 @@ from coordinator.settings import CoordinatorSettings
 from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
 from tests.waiting import wait_until
-from tests.worlds import meet, new_group, outcome_of, world
+from tests.worlds import meet, new_group, outcome_of, run_at, world
 
 CALLS = {
     "barrier": lambda group, deadline_s: group.barrier(deadline_s),
@@ -29,13 +29,11 @@ CALLS = {
 
 
 def come_and_end(
-    rank: int, world_size: int, directory: Path, kept: str, port: int, name: str, delays: list[float]
+    rank: int, world_size: int, directory: Path, kept: str, method: str, name: str, delays: list[float]
 ) -> None:
     """Wait for the last rank, write down what is raised, and end the process at once, as an engine's worker does."""
     settings = CoordinatorSettings.resolve({})
-    init_distributed_environment(
-        world_size, rank, f"tcp://127.0.0.1:{port}", backend="gloo", settings=settings
-    )
+    init_distributed_environment(world_size, rank, method, backend="gloo", settings=settings)
     group = get_world_group()
     group.barrier()
     others = [Path(kept) / f"{other}.json" for other in range(world_size - 1)]
@@ -70,12 +68,29 @@ def test_all_ranks_name_the_absent_one_though_each_ends_at_once(
 
     Nobody blames a rank that has raised and gone, nor its store.
     """
-    run_ranks(come_and_end, 4, str(tmp_path), free_port(), name, delays, expect_dead=[0, 1, 2])
+    method = f"tcp://127.0.0.1:{free_port()}"
+    run_ranks(come_and_end, 4, str(tmp_path), method, name, delays, expect_dead=[0, 1, 2])
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert [each["kind"] for each in found] == ["CommTimeoutError"] * 3, found
     assert [each["missing"] for each in found] == [[3]] * 3, found
     assert "rank 3 (pid" in found[0]["text"]
     assert all("found by rank 0" in each["text"] for each in found[1:]), found
+
+
+@pytest.mark.guarantee("D6")
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_of_several_hosts_name_the_absent_one_though_each_ends_at_once(
+    tmp_path: Path, name: str
+) -> None:
+    """As far as a store tells that outlives them: here a directory. The last rank is on the other host with another."""
+    places = ["one", "one", "another", "another"]
+    body, method = (come_and_end.__module__, come_and_end.__qualname__), f"file://{tmp_path}/world"
+    # A rank that has waited for half a second says so in the store.
+    delays = [0.0, 0.8, 1.6, 3.0]
+    run_ranks(run_at, 4, places, *body, str(tmp_path), method, name, delays, expect_dead=[0, 1, 2])
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [each["kind"] for each in found] == ["CommTimeoutError"] * 3, found
+    assert [each["missing"] for each in found] == [[3]] * 3, found
 
 
 def stay_away(rank: int, world_size: int, directory: Path, name: str) -> list[dict[str, Any]]:

@@ -150,7 +150,11 @@ def begun(group: GroupCoordinator) -> int:
     return int(shared.device.core.number + shared.host.core.number)
 
 
-def strike_in(group: GroupCoordinator) -> Callable[[], None]:
+KINDS: tuple[type[BaseException], ...] = (AlarmError, KeyboardInterrupt)
+"""What handlers raise, in turn; the second is that of Ctrl-C."""
+
+
+def strike_in(group: GroupCoordinator, kind: type[BaseException] = AlarmError) -> Callable[[], None]:
     """Return a handler that raises as soon as a collective has begun; a slow machine may not have come so far."""
     before = begun(group)
 
@@ -158,7 +162,7 @@ def strike_in(group: GroupCoordinator) -> Callable[[], None]:
         if begun(group) == before:
             signal.setitimer(signal.ITIMER_REAL, 0.00005)
             return
-        raise AlarmError("struck")
+        raise kind("struck")
 
     return strike
 
@@ -168,21 +172,23 @@ def struck(
 ) -> None:
     with world(rank, world_size, directory) as everyone:
         for number, after_s in enumerate(strikes_s):
-            call = EVERY[names[number % len(names)]]
+            call, kind = EVERY[names[number % len(names)]], KINDS[number // len(names) % 2]
             with new_group(everyone, f"g{number}") as group:
                 # A rank whose creation still confirms the memory would find the group broken.
                 meet(rank, range(world_size), directory, f"created {number}")
                 if rank == 0:
-                    with pytest.raises(AlarmError, match="^struck$"), alarm(strike_in(group), after_s):
+                    with pytest.raises(kind, match="^struck$"), alarm(strike_in(group, kind), after_s):
                         call(group)
                     with pytest.raises(GroupBrokenError) as broken:
                         call(group)
-                    assert isinstance(broken.value.__cause__, AlarmError)
+                    assert isinstance(broken.value.__cause__, kind)
                     meet(rank, range(world_size), directory, f"struck {number}")
                 else:
                     meet(rank, range(world_size), directory, f"struck {number}")
                     start = time.monotonic()
-                    with pytest.raises(PeerLostError, match=r"interrupted: rank 0 .*AlarmError") as lost:
+                    with pytest.raises(
+                        PeerLostError, match=rf"interrupted: rank 0 .*{kind.__name__}"
+                    ) as lost:
                         call(group)
                     assert lost.value.peers == (0,)
                     assert time.monotonic() - start < 10.0

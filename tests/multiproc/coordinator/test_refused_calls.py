@@ -31,6 +31,27 @@ CALLS: dict[str, tuple[Call, Call]] = {
         lambda group: group.dispatch(torch.ones(2, 4), torch.ones(2, 2), torch.ones(2, 2)),
         lambda group: group.dispatch("tokens", torch.ones(2, 2), torch.ones(2, 2)),  # type: ignore[call-overload]
     ),
+    "broadcast": (
+        lambda group: group.broadcast(torch.ones(4)),
+        lambda group: group.broadcast(torch.ones(4), 9),
+    ),
+    "reduce": (
+        lambda group: group.reduce(torch.ones(4)),
+        lambda group: group.reduce(torch.ones(4), 0, "no such reduction"),  # type: ignore[call-overload]
+    ),
+    "gather": (lambda group: group.gather(torch.ones(4)), lambda group: group.gather(torch.ones(4), 9)),
+    "scatter": (
+        lambda group: group.scatter(torch.empty(2), None if group.rank else torch.ones(4)),
+        lambda group: group.scatter(torch.empty(2), src=9),
+    ),
+    "reduce_scatter": (
+        lambda group: group.reduce_scatter(torch.ones(4)),
+        lambda group: group.reduce_scatter(torch.ones(4), 7),
+    ),
+    "of the group's all_to_all_single: all_to_all_into_output": (
+        lambda group: group.all_to_all_single(torch.empty(4), torch.ones(4)),
+        lambda group: group.all_to_all_single(torch.empty(4), torch.ones(4), [1]),
+    ),
     "barrier": (lambda group: group.barrier(), lambda group: group.barrier(-1.0)),
     "all_gather_object": (
         lambda group: group.all_gather_object({"rank": group.rank}),

@@ -14,7 +14,17 @@ from typing import Any
 
 from device_comm.cpu.status_board import StatusBoard
 from shm_broadcast import codec, endpoint, handle, segment
-from shm_broadcast.codec import numpy_adapter, plain_adapter, torch_adapter
+from shm_broadcast.codec import (
+    adapters,
+    enum_adapter,
+    loaded,
+    numpy_adapter,
+    packages,
+    records,
+    registry,
+    torch_adapter,
+    zoneinfo_adapter,
+)
 from shm_broadcast.remote import ledger, reader, wire, writer
 from tests.fuzz.builds import COUNTING, LOAD, ROOT, built_cores
 from tests.fuzz.driver import fuzz
@@ -31,7 +41,25 @@ PYTHON: dict[str, list[Any]] = {
     "codec": [
         codec.decode,
         codec.frame_length,
-        *plain_adapter.BUILDERS.values(),
+        codec.convert,
+        codec.build_owned,
+        *codec._builders.values(),
+        adapters.expect,
+        adapters.integers,
+        adapters.checked_shape,
+        enum_adapter._members,
+        enum_adapter._is_composite,
+        enum_adapter._loaded,
+        loaded.find_class,
+        loaded.is_loaded,
+        registry._entry_named,
+        packages.class_named,
+        records._with_fields,
+        records._with_data,
+        records._refill,
+        *zoneinfo_adapter.BUILDERS.values(),
+        numpy_adapter._dtype_of,
+        numpy_adapter._struct_of,
         *numpy_adapter.BUILDERS.values(),
         *numpy_adapter.DATA_BUILDERS.values(),
         *torch_adapter.BUILDERS.values(),

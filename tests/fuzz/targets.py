@@ -8,6 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any, Self
@@ -19,6 +20,7 @@ import zmq
 
 from shm_broadcast import _core, codec, handle, segment
 from shm_broadcast.codec import decode, encode, frame_length
+from shm_broadcast.codec.wire_format import Code
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteSettings
 from shm_broadcast.errors import DecodeError, PeerLostError
 from shm_broadcast.handle import QueueHandle
@@ -28,10 +30,12 @@ from shm_broadcast.remote.ledger import Inbox, Ledger
 from shm_broadcast.remote.news import News
 from shm_broadcast.remote.wire import Kind, pack
 from shm_broadcast.segment import Handover, Hello
+from tests.fuzz import package_samples
+from tests.fuzz.package_samples import NAME, Custom, Found, Labels, Level
 from tests.fuzz.shared_memory_targets import block_of, board_target, channels_target, region_target
 from tests.fuzz.target import Target
 from tests.hostile_frames import array as array_frame
-from tests.hostile_frames import frame_of, hook
+from tests.hostile_frames import frame_of, hook, packed
 from tests.unit.shm_broadcast.codec_samples import VALUES
 
 __all__ = ["TARGETS"]
@@ -71,21 +75,41 @@ def codec_target() -> Target:
     more = [torch.device("cpu"), torch.device("cuda", 1), torch.float16, array.array("d", [1.0, 2.0])]
     more += [np.zeros(0, [("a", "i4")]), np.ones(700, np.complex64), torch.ones(300, dtype=torch.complex64)]
     more += [torch.ones(2, 200, dtype=torch.complex64), torch.empty(0, 3, dtype=torch.complex64)]
+    error = ValueError("text")
+    error.add_note("note")
+    package = package_samples.__name__
+    codec.register_package(package)
+    more += [np.zeros(2, [("a", "i4", (2, 3))]), error, Labels({"a": 1}), Custom(1), Found(1, [])]
     frames = [encode(value).to_bytes() for value in (*values, *arrays, *long, *more)]
     # What the encoder never writes, but a peer could.
     frames += [
         frame_of(hook(50, "cuda:1", b"\xc0")),
         frame_of(array_frame("V0", [2], b"")),
         frame_of(array_frame("<i4", [], b"abcd")),
+        frame_of(array_frame("<i4", [1] * 70, b"abcd")),
+        frame_of(array_frame("<i4", [1 << 40, 1 << 40], b"abcd")),
+        frame_of(hook(Code.ZONE_INFO, None, packed("../etc/passwd"))),
+        frame_of(hook(Code.REGISTERED, NAME, packed("no number"))),
+        *(
+            frame_of(hook(Code.REGISTERED, name, packed({"number": 1, "items": []})))
+            for name in (
+                f"{package}.{Level.__qualname__}",
+                *(f"{package}:{each}" for each in ("Found", "Opaque", "Custom", "Missing")),
+                f"{package}.missing:Found",
+                "elsewhere:Found",
+            )
+        ),
     ]
     frames = [frame for frame in frames if len(frame) < 6000]
     count = len(frames)
+    # As in a process that has met no time zone.
+    codec._builders.pop(Code.ZONE_INFO, None)
 
     def run(data: memoryview, number: int) -> None:
         if len(data) % 8 == 0:
             frame_length(data[:16])
-        # Both ways for each seed, mended or not.
-        decode(data, copy=number // count // 4 % 2 == 0)
+        # Both ways for each seed, mended or not, and into a type now and then.
+        decode(data, dict if number // count % 8 == 5 else None, copy=number // count // 4 % 2 == 0)
 
     def mended(data: bytes, number: int) -> bytes:
         """Let the prefix match the length in three of four inputs; the tree and the table then decide."""
@@ -94,7 +118,8 @@ def codec_target() -> Target:
         return b"GCBC\x01\0\0\0" + len(data).to_bytes(8, "little") + data[16:]
 
     results = ("accepted", "DecodeError")
-    return Target("codec", frames, run, (DecodeError,), mended, is_view=True, results=results)
+    close = partial(codec.unregister_package, package)
+    return Target("codec", frames, run, (DecodeError,), mended, is_view=True, results=results, close=close)
 
 
 # --- the handle of a queue ------------------------------------------------------------------------------------

@@ -162,6 +162,18 @@ class Cluster:
         found = [line for line in done.stdout.splitlines() if line.startswith("{")]
         return json.loads(found[-1]) if found else done.stdout
 
+    def ran(self, program: str, *words: str, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        """Run a program of this environment on the first host with further variables; return how it ended."""
+        return subprocess.run(
+            [*self._enter(), str(Path(sys.executable).parent / program), *words],
+            cwd=ROOT,
+            env={**self._environ(), "RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}", **environ},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
     @property
     def second(self) -> str:
         """Return the first process of the second host, as the first host numbers it."""

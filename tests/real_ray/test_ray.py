@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.settings import CoordinatorSettings
 from tests.probes import requires
 from tests.real_ray.cluster import ADDRESSES, ROOT, Cluster, two_hosts
 from tests.tokens import demo_arguments, tokens_of_one_host
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.engine, requires("ray"), requires("network_namespaces"
 
 DRIVER = "tests.real_ray.driver"
 NEAR, FAR = ADDRESSES
+LOST_AFTER_S = CoordinatorSettings().remote.lost_after_s
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,14 @@ def test_actors_on_two_hosts_form_a_world(world: dict[str, Any], name: str) -> N
     assert len({found["token_of_world"] for found in world[name]}) == 1
 
 
+def test_the_cluster_refuses_whoever_has_no_token(cluster: Cluster) -> None:
+    """So what the other tests show holds in the mode in which Ray authenticates its clients."""
+    done = cluster.ran("ray", "status", environ={"RAY_AUTH_MODE": "disabled"})
+    assert done.returncode != 0
+    assert "token" in (done.stdout + done.stderr).lower()
+    assert cluster.ran("ray", "status", environ={}).returncode == 0
+
+
 @pytest.mark.guarantee("M7")
 def test_nothing_is_in_the_environment(world: dict[str, Any]) -> None:
     """No process of the world has a launcher's variable, or a name of its offer in any variable."""
@@ -88,7 +98,10 @@ def test_a_used_ticket_is_refused(world: dict[str, Any]) -> None:
 @pytest.mark.guarantee("M8")
 @pytest.mark.parametrize("victim", [1, 3, 0])
 def test_a_killed_actor_is_named_on_both_hosts(cluster: Cluster, victim: int) -> None:
-    """Ranks that wait for it name it within two seconds, also if it served the store or was on the other host."""
+    """Ranks on its host that wait for it name it within 2 s, those on the other one within `lost_after_s` + 1 s.
+
+    It may have served the store.
+    """
     found = cluster.run(DRIVER, "kill", str(victim))
     assert found["watch"]["kind"] == "PeerLostError"
     assert found["watch"]["peers"] == [victim]
@@ -97,7 +110,8 @@ def test_a_killed_actor_is_named_on_both_hosts(cluster: Cluster, victim: int) ->
         told = found["ranks"][rank]
         assert told["kind"] == "PeerLostError", told
         assert told["peers"] == [victim]
-        assert told["after_s"] < 2.0, "the promise is 2 s"
+        is_far = (rank < 2) != (victim < 2)
+        assert told["after_s"] < (LOST_AFTER_S + 1.0 if is_far else 2.0), told
 
 
 @pytest.mark.guarantee("M1")

@@ -131,7 +131,7 @@ CLAIMS: dict[str, tuple[Statement, ...]] = {
     "rebuilding and planned changes on GPUs or between hosts": (
         Statement("the ranks that are left go on after one on another GPU was lost", why_not=_ONE_GPU),
     ),
-    "NVLink, several GPUs, multimem, MIG": (
+    "NVLink, several GPUs, multimem, MIG; hosts with several NUMA nodes": (
         Statement("ranks on several GPUs get the defined bits", why_not=_ONE_GPU),
     ),
     "ARM": (Statement("the suite passes on ARM", why_not="needs an ARM machine"),),

@@ -77,6 +77,11 @@ class _FarEnd:
         """Number of messages that were sent or handed out; none is kept, as `has_message` says."""
         return self._end.messages
 
+    def note_refusal(self) -> None:
+        """Note that a call inside of a write of the same thread is refused: it must not cut the message."""
+        if isinstance(self._end, RingWriter):
+            self._end.note_refusal()
+
 
 class QueueWriter:
     """The writing end of a queue. One thread at a time may write; any thread may call `close`."""

@@ -184,6 +184,9 @@ class BroadcastOrder:
     def receive(self, src: int, receive: Receive, type_: Any = None) -> Any:
         """Return the object that rank `src` broadcasts in this call, as `type_` unless that is None.
 
+        A message is kept here from its arrival on. It is removed, and the call is counted, in statements that
+        call no function, so that an exception from a signal handler leaves both as they were.
+
         Raises:
             DisagreementError: The next message of rank `src` belongs to another call, or `src` refused the
                 call. The next call works.
@@ -227,9 +230,9 @@ class BroadcastOrder:
 
     def _in_turn(self, act: Callable[[int], object], within_s: float) -> None:
         if is_held(self._turn):
-            # The end refuses it, and knows how not to cut the message that is being sent.
-            act(0)
-            return
+            # The call inside of which a handler makes this one goes on, also if its message is half written.
+            self._end.note_refusal()
+            self._refuse_nested()
         try:
             with Turn(self._turn, within_s):
                 act(self._number() + 1)
@@ -271,10 +274,7 @@ class BroadcastOrder:
     def _next(self, receive: Receive, left: Callable[[], float | None]) -> tuple[Any, int]:
         """Return the queue's next message, which stays, and the number of the call that takes it."""
         if is_held(self._turn):
-            raise UsageError(
-                f"{self._health.where(self.name)}: this thread is inside of a broadcast of the group already, as in a "
-                "signal handler or a finalizer"
-            )
+            self._refuse_nested()
         within_s = left()
         try:
             with Turn(self._turn, within_s):
@@ -307,6 +307,12 @@ class BroadcastOrder:
         self._failed = failed if failed > self._failed else self._failed  # noqa: FURB136 - `max` would be a call
         self._beside += calls
         return True
+
+    def _refuse_nested(self) -> NoReturn:
+        raise UsageError(
+            f"{self._health.where(self.name)}: this thread is inside of a broadcast of the group already, as in a "
+            "signal handler or a finalizer"
+        )
 
     def _raise_taken(self, within_s: float) -> NoReturn:
         raise CommTimeoutError(

@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import msgspec
 import torch
 
 from coordinator.errors import CommError, UsageError
@@ -16,9 +18,11 @@ from coordinator.parallel_state import (
     get_world_group,
     init_distributed_environment,
 )
+from coordinator.queues import group_queues
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
 from device_comm.cpu.several_hosts.communicator import HierarchicalCommunicator
+from shm_broadcast.liveness import this_process
 from tests.harness import RankPool
 from tests.waiting import wait_until
 
@@ -28,6 +32,7 @@ __all__ = [
     "LARGE",
     "WAITS",
     "ApartPool",
+    "FarPool",
     "HostsPool",
     "hierarchical",
     "join_world",
@@ -36,6 +41,7 @@ __all__ = [
     "outcome_of",
     "refused",
     "run_at",
+    "run_far",
     "tell_when_waiting",
     "world",
 ]
@@ -167,6 +173,14 @@ class HostsPool:
         return self._pool.run(run_at, self._places, body.__module__, body.__qualname__, *args, **options)
 
 
+class FarPool(HostsPool):
+    """As `HostsPool`, also for the queues of groups."""
+
+    def run(self, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Run `body` as the pool does."""
+        return self._pool.run(run_far, self._places, body.__module__, body.__qualname__, *args, **options)
+
+
 def run_at(
     rank: int, world_size: int, directory: Path, places: list[str], module: str, name: str, *args: Any
 ) -> Any:
@@ -176,6 +190,16 @@ def run_at(
         return getattr(importlib.import_module(module), name)(rank, world_size, directory, *args)
     finally:
         shared_memory.host_id = place
+
+
+def run_far(
+    rank: int, world_size: int, directory: Path, places: list[str], module: str, name: str, *args: Any
+) -> Any:
+    """As `run_at`, also for the queues of groups, which then go over TCP between the pretended hosts."""
+    own = this_process()
+    process = msgspec.structs.replace(own, boot_id=f"{places[rank]} {own.boot_id}")
+    with mock.patch.object(group_queues, "this_process", return_value=process):
+        return run_at(rank, world_size, directory, places, module, name, *args)
 
 
 def small() -> torch.Tensor:

@@ -1,6 +1,8 @@
 """Object broadcasts are handed out in the calls to which they belong, also if a rank calls another or refuses one."""
 
+import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,9 @@ import pytest
 import torch
 
 from coordinator import DisagreementError, GroupCoordinator, UsageError
+from tests.handlers import handling_at
 from tests.harness import RankPool, run_ranks
-from tests.worlds import HostsPool, new_group, outcome_of, run_at, world
+from tests.worlds import FarPool, new_group, outcome_of, run_far, world
 
 DEPTH = 256
 """How many levels an object may have."""
@@ -131,11 +134,59 @@ def test_ranks_on_several_hosts_get_no_object_of_another_call(places: list[str],
     """Where the messages go through Gloo, or through a queue to readers on its host and on others."""
     body = other_source.__module__, other_source.__qualname__
     for name in ("broadcast_object", "broadcast_tensor_dict"):
-        run_ranks(run_at, len(places), places, *body, name, queue, 3)
+        run_ranks(run_far, len(places), places, *body, name, queue, 3)
+
+
+def broadcast_in_a_handler(rank: int, world_size: int, directory: Path) -> None:
+    """Broadcast from a handler at each place of a broadcast of rank 0, until the call has no more places."""
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        group.enable_broadcaster()
+        assert not group._broadcaster.is_local  # type: ignore[union-attr]
+        seen: list[list[int]] = []
+        if rank == 0:
+            for step in itertools.count():
+
+                def make() -> None:
+                    group.broadcast_object([step, 0])  # noqa: B023 - called within the same round
+
+                def nested() -> None:
+                    # Refused, or a call of its own before or behind the other one.
+                    with suppress(UsageError):
+                        group.broadcast_object([step, 1])  # noqa: B023
+                        seen.append([step, 1])  # noqa: B023
+
+                has_come = handling_at(step, make, nested, PLACES_OF_A_SEND)
+                seen.append([step, 0])
+                if not has_come:
+                    break
+            assert step > 5, step
+            group.broadcast_object([])
+        else:
+            while (found := group.broadcast_object()) != []:
+                seen.append(found)
+        sent, *received = everyone.all_gather_object(seen)
+        assert all(sorted(each) == sorted(sent) for each in received)
+
+
+PLACES_OF_A_SEND = (
+    *(
+        f"coordinator/{name}.py"
+        for name in ("calls", "planes", "queues/broadcast_order", "queues/broadcaster")
+    ),
+    *(f"shm_broadcast/{name}.py" for name in ("queue", "turn", "ring/writer", "remote/writer")),
+)
+
+
+@pytest.mark.guarantee("D67")
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_a_broadcast_of_a_handler_inside_of_another_one_is_refused_or_whole(places: list[str]) -> None:
+    """Each object that was sent comes once, wherever the handler strikes in the other call."""
+    body = broadcast_in_a_handler.__module__, broadcast_in_a_handler.__qualname__
+    run_ranks(run_far, len(places), places, *body)
 
 
 @pytest.mark.guarantee("D67")
 @pytest.mark.parametrize("queue", [False, True])
 def test_a_refusal_is_told_on_other_hosts(ranks2: RankPool, queue: bool) -> None:
     """The reasons, and the next calls, are those of one host."""
-    HostsPool(ranks2, ["one", "another"]).run(refuse, queue)
+    FarPool(ranks2, ["one", "another"]).run(refuse, queue)

@@ -13,7 +13,7 @@ from coordinator import GroupBrokenError, GroupCoordinator, PeerLostError
 from tests.handlers import Interrupt, raising_at
 from tests.harness import RankPool
 from tests.samples import sampled
-from tests.worlds import ApartPool, HostsPool, meet, new_group, world
+from tests.worlds import ApartPool, FarPool, meet, new_group, world
 
 RANKS = range(2)
 # More than the places of any of the calls.
@@ -148,7 +148,7 @@ def test_a_strike_in_a_broadcast_through_a_queue_to_another_host_leaves_nothing_
     ranks2: RankPool, name: str, victim: int
 ) -> None:
     """Nor where the messages carry their numbers."""
-    HostsPool(ranks2, ["one", "another"]).run(struck_by_queue, name, victim, timeout_s=240.0)
+    FarPool(ranks2, ["one", "another"]).run(struck_by_queue, name, victim, timeout_s=240.0)
 
 
 @pytest.mark.guarantee("D10")

@@ -24,7 +24,7 @@ from coordinator import (
 from tests.handlers import raising_at
 from tests.harness import RankPool, run_ranks
 from tests.unit.shm_broadcast.test_signal_handlers import FEW, LONG_S, MANY, AlarmError, alarms
-from tests.worlds import HostsPool, meet, new_group, run_at, world
+from tests.worlds import FarPool, meet, new_group, run_far, world
 
 # No wait of these tests may take so long, on any machine.
 HANG_S = 60.0
@@ -171,7 +171,7 @@ def test_a_strike_leaves_the_message_of_a_queue_that_reaches_other_hosts(
 ) -> None:
     """Its messages carry their numbers, and are counted when they are handed out."""
     body = struck_at_each_place
-    run_ranks(run_at, len(places), places, body.__module__, body.__qualname__, kind, True)
+    run_ranks(run_far, len(places), places, body.__module__, body.__qualname__, kind, True)
 
 
 def send_from(kind: str, first: int, group: GroupCoordinator, number: int) -> None:
@@ -256,13 +256,12 @@ def test_no_alarm_loses_or_repeats_a_message_of_a_group(
 @pytest.mark.guarantee("D91")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("least", [FEW, pytest.param(MANY, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("places", HOSTS, ids=str)
-def test_no_alarm_loses_or_repeats_a_message_from_another_host(places: list[str], least: int) -> None:
-    """As on one host."""
-    body = receive_among_alarms
+def test_no_alarm_loses_or_repeats_a_message_beside_readers_on_another_host(least: int) -> None:
+    """As on one host. On the other one the strikes above are placed: pyzmq drops what a handler raises in its calls."""
+    body, places = receive_among_alarms, HOSTS[1]
     within_s = 60.0 if least == FEW else LONG_S + 60.0
     arguments = (places, body.__module__, body.__qualname__, "broadcast", True, least)
-    outcome = run_ranks(run_at, len(places), *arguments, timeout_s=within_s)[1]
+    outcome = run_ranks(run_far, len(places), *arguments, timeout_s=within_s)[1]
     assert outcome["failures"] == []
     assert outcome["seen"] == list(range(len(outcome["seen"])))
     assert outcome["raised"] >= (1 if least == FEW else least)
@@ -324,4 +323,4 @@ def test_a_broadcast_that_does_not_fit_goes_and_one_whose_type_is_refused_stays(
     ranks2: RankPool, places: list[str], by_queue: bool
 ) -> None:
     """Also over Gloo, over which a receive cannot be put back: the order of broadcasts keeps it."""
-    HostsPool(ranks2, places).run(refuse_broadcasts, by_queue)
+    FarPool(ranks2, places).run(refuse_broadcasts, by_queue)

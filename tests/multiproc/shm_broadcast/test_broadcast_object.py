@@ -15,7 +15,7 @@ from shm_broadcast.errors import ClosedError, CommError, DecodeError, Disagreeme
 from shm_broadcast.queue import QueueReader
 from tests.harness import RankPool, run_ranks
 from tests.waiting import sleeping_in, wait_until
-from tests.worlds import new_group, run_at, world
+from tests.worlds import new_group, run_far, world
 
 STEPS = 200
 SOON_S = 20.0
@@ -182,7 +182,7 @@ PLACES = [["one", "another"], ["one", "one", "another"]]
 def test_threads_that_read_on_several_hosts_wait_for_their_turns(places: list[str]) -> None:
     """Also where messages carry their numbers, because the queue reaches another host."""
     body = read_with_two_threads
-    _, *readers = run_ranks(run_at, len(places), places, body.__module__, body.__qualname__)
+    _, *readers = run_ranks(run_far, len(places), places, body.__module__, body.__qualname__)
     for got, _ in readers:
         assert sorted(got) == list(range(STEPS))
 
@@ -213,7 +213,7 @@ def write_with_two_threads(rank: int, world_size: int, directory: Path) -> list[
 def test_threads_that_write_take_turns(places: list[str]) -> None:
     """Each message has the number of one call, and those of a thread come in order."""
     body = write_with_two_threads
-    _, *readers = run_ranks(run_at, len(places), places, body.__module__, body.__qualname__)
+    _, *readers = run_ranks(run_far, len(places), places, body.__module__, body.__qualname__)
     for got in readers:
         for thread in range(2):
             assert [number for of, number in got if of == thread] == list(range(STEPS))

@@ -91,7 +91,8 @@ def create_parts(
     }
     named = {rank for plan in plans for rank in plan.membership.everyone}
     everyone = sorted(named or range(world.size))
-    stores = [dist.PrefixStore(f"group_coordinator/{plan.name}", store) for plan in plans]
+    scopes = [f"group_coordinator/{plan.name}" for plan in plans]
+    stores = [dist.PrefixStore(scope, store) for scope in scopes]
     builders, agreed = list[GroupBuilder](), threading.Event()
     with ExitStack() as offered:
         try:
@@ -102,12 +103,18 @@ def create_parts(
             started = time.perf_counter()
             views = _agree(world, prefix, what, everyone, own, brief, agreed)
             agreement_s = time.perf_counter() - started
-            given = partial(GroupBuilder, world=world, device=device, backend=backend, settings=settings)
-            for plan, region, own_store in zip(plans, regions, stores, strict=True):
+            given = partial(
+                GroupBuilder,
+                world=world,
+                device=device,
+                backend=backend,
+                settings=settings,
+                create_timeout_s=create_timeout_s,
+            )
+            for plan, region, scope, own_store in zip(plans, regions, scopes, stores, strict=True):
                 members = views.of(plan.membership.ranks)
-                builders.append(
-                    given(plan, region, members, store=own_store, create_timeout_s=create_timeout_s)
-                )
+                lend = partial(world.spare_connection().lent, store, scope)
+                builders.append(given(plan, region, members, store=own_store, connect_store=lend))
             _join_heartbeats(builders, world, prefix, what, brief)
             _share(builders)
             how = use_device_communicator, agreement_s, tuple(plan.name for plan in plans)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Final, TypeVar
@@ -24,7 +24,7 @@ from coordinator.bootstrap.blocking_calls import (
 )
 from coordinator.bootstrap.group_connections import open_connections
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
-from coordinator.bootstrap.status_store import GroupStatusStore, WorldStatusStore
+from coordinator.bootstrap.status_store import Connect, GroupStatusStore, WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport
 from coordinator.bootstrap.world import World
 from coordinator.heartbeats.partners import partners_of
@@ -81,9 +81,11 @@ def status_store(
 
     `check` raises `NativeError` once the host of the store is lost.
     """
-    ranks = plan.membership.ranks
-    scoped = dist.PrefixStore(f"status_store/{ranks[0]}", store)
-    return WorldStatusStore(scoped, plan.membership.rank, ranks, check)
+    return WorldStatusStore(_scoped(plan, store), plan.membership.rank, plan.membership.ranks, check)
+
+
+def _scoped(plan: GroupPlan, store: dist.Store) -> dist.Store:
+    return dist.PrefixStore(f"status_store/{plan.membership.ranks[0]}", store)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -96,6 +98,7 @@ class GroupBuilder:
         members: What this rank knows of the group's ranks.
         world: The processes among which the group is created.
         store: A store whose keys are used by this group only.
+        connect_store: Lends a connection to `store` that no other thread uses.
         device: Device on which the group's tensors live.
         backend: torch backend of the process groups for device tensors.
         settings: Settings of the group.
@@ -109,6 +112,7 @@ class GroupBuilder:
     members: Views
     world: World
     store: dist.Store
+    connect_store: Connect
     device: torch.device
     backend: str
     settings: CoordinatorSettings
@@ -296,6 +300,11 @@ class GroupBuilder:
         self._made.callback(communicator.destroy)
         return host, communicator
 
+    @contextmanager
+    def _lent(self) -> Iterator[dist.Store]:
+        with self.connect_store() as store:
+            yield _scoped(self.plan, store)
+
     def _connected(self, connect: Callable[[], Backend], name: str) -> Backend:
         """Connect a process group, and return its backend once all ranks are connected. Collective."""
 
@@ -311,7 +320,7 @@ class GroupBuilder:
 
         check = partial(self.health.check_record, Operation("host", "connect", 0))
         where = self.health.where("connect")
-        with self._world_status_store.own_connection():
+        with self._world_status_store.own_connection(self._lent, self._within_s):
             try:
                 return connect_watched(connect_all, f"{self.plan.name} {name}", where, self._watch, check)
             except BaseException as error:

@@ -7,14 +7,13 @@ record (the first one written holds), and `left/<rank>` says that a rank has des
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Final, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store, no_check
-from coordinator.bootstrap.connections import connection_of_its_own
 from device_comm.health import Arrival, StatusStore
 from shm_broadcast.errors import CommTimeoutError, NativeError
 from shm_broadcast.reports.failure_record import FailureRecord
@@ -23,6 +22,9 @@ from shm_broadcast.reports.failure_record import FailureRecord
 ANSWER_S: Final = 2.0
 
 Result = TypeVar("Result")
+
+# Lends the block a connection to a store that no other thread uses.
+Connect: TypeAlias = Callable[[], AbstractContextManager[dist.Store]]
 
 _arrival_decoder = msgspec.json.Decoder(Arrival)
 _record_decoder = msgspec.json.Decoder(FailureRecord)
@@ -66,14 +68,21 @@ class WorldStatusStore:
         return otherwise
 
     @contextmanager
-    def own_connection(self) -> Iterator[None]:
-        """Ask over a connection of its own in the block: torch locks the usual one while it waits for other ranks."""
+    def own_connection(self, connect: Connect, within_s: float) -> Iterator[None]:
+        """Ask over a connection of its own in the block: torch locks the usual one while it waits for other ranks.
+
+        Args:
+            connect: Lends the block such a connection, to the same keys. Opening one may take seconds, which does not
+                mean that the store is out of reach.
+            within_s: How long to wait for it, in seconds.
+        """
         shared = self._store
-        self._store = self._ask(lambda: connection_of_its_own(shared), shared)
-        try:
-            yield
-        finally:
-            self._store = shared
+        with ExitStack() as lent:
+            self._store = self._ask(lambda: lent.enter_context(connect()), shared, within_s)
+            try:
+                yield
+            finally:
+                self._store = shared
 
     def arrive(self, plane: str, arrival: Arrival) -> None:
         """Publish where this rank waits."""

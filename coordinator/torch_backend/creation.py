@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +16,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from coordinator.bootstrap.agreement.agreeing import agree, declining
 from coordinator.bootstrap.agreement.views import View, Views
 from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.bootstrap.connections import SpareConnection
 from coordinator.bootstrap.creation import PROTOCOL_VERSION, give_up, undo
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, kept
@@ -103,6 +105,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
                         region,
                         views,
                         store=store,
+                        connect_store=partial(SpareConnection().lent, store),
                         device=torch.device("cpu"),
                         backend="gloo",
                         settings=settings,

@@ -29,7 +29,7 @@ from tests.harness import run_ranks
 from tests.multiproc.coordinator.test_rebuild import TIMEOUT_S, failing, use
 from tests.ports import free_port
 from tests.waiting import wait_until
-from tests.worlds import meet
+from tests.worlds import meet, run_at
 
 LOOPBACK = "127.0.0.1"
 
@@ -81,6 +81,15 @@ def test_the_ranks_that_are_left_go_on_in_the_world_of_an_engine(victim: int) ->
         found = run_ranks(goes_on, 3, port, victim, expect_dead=[victim])
     left = [each for each in found if each is not None]
     assert left == [[1.0, 0.0, 1.0, [victim]], [1.0, 1.0, 1.0, [victim]]]
+
+
+@pytest.mark.guarantee("E5")
+@pytest.mark.parametrize("places", [["one", "one", "two", "two"], ["one", "one", "one", "two"]])
+def test_ranks_on_several_hosts_go_on_in_the_world_of_an_engine(places: list[str]) -> None:
+    """The host of the lost rank may have others or none. No thread that asks for a connection outlives the groups."""
+    with served() as port:
+        found = run_ranks(run_at, 4, places, __name__, "goes_on", port, 3, expect_dead=[3])
+    assert found[:3] == [[3.0, rank, 3.0, [3]] for rank in range(3)]
 
 
 SERVER = f"""

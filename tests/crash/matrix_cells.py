@@ -93,6 +93,7 @@ class Part:
         self.limit = STOP_S if self.is_stop and not self.is_victim else None
         self.groups: list[GroupCoordinator] = []
         self.marks_later = False  # whether the wait itself says when it has begun
+        self.is_single = False  # whether a call at "mid-copy" is the only one
         self.peer = victims[0] if not self.is_victim else (self.rank + 1) % RANKS
 
     def settings(self, *, soon: bool = False) -> CoordinatorSettings:
@@ -127,8 +128,11 @@ class Part:
             call: What all ranks do at the place "mid-copy", again and again; else what the witnesses do.
         """
         if self.place == "mid-copy":
-            self.mark()
-            while True:
+            for number in itertools.count():
+                # The signal finds this rank in the sequence, not on the way to its first call. A call that leaves or
+                # creates is alone.
+                if number == (0 if self.is_single else 1):
+                    self.mark()
                 call()
         if not self.is_victim:
             wait_until(self.is_sent, "the signal")
@@ -225,6 +229,7 @@ def _creation(part: Part) -> None:
         threading.Thread(target=_mark_the_wait, args=[part, "_await_outcome"]).start()
         create()
 
+    part.is_single = True
     # Where all create at once nobody waits for long.
     part.marks_later = len(part.victims) < RANKS
     part.play(wait_in_it if part.marks_later else create, create)
@@ -253,7 +258,7 @@ def _destroy(part: Part) -> None:
         group.destroy()
         wait_until(lambda: False, "the signal")
 
-    part.marks_later = True
+    part.marks_later = part.is_single = True
     part.play(destroyed, leave if not part.is_victim else destroyed)
 
 

@@ -21,6 +21,7 @@ NATIVE = ROOT / "tests" / "native"
 CPU = ROOT / "device_comm" / "csrc" / "cpu"
 REDUCE = ROOT / "device_comm" / "csrc" / "reduce"
 COMPILER = "aarch64-linux-gnu-g++"
+STATUS = ROOT / "shm_broadcast" / "csrc" / "status"
 RING = f'-DRING_HEADER="{ROOT / "shm_broadcast" / "csrc" / "ring" / "ring.hpp"}"'
 
 
@@ -38,15 +39,24 @@ def test_the_ring_works_on_aarch64(tmp_path: Path) -> None:
         assert emulated(program, readers, 1500, 7, mode) == f"ok: 1500 records to {readers} readers\n"
 
 
-@pytest.mark.guarantee("B8")
-def test_the_layout_of_the_ring_is_the_same(tmp_path: Path) -> None:
-    """Offsets, sizes and codes in shared memory do not depend on the processor."""
-    source = NATIVE / "ring" / "layout.cpp"
+@pytest.mark.guarantee("B8", "S1")
+@pytest.mark.parametrize(
+    ("part", "header"),
+    [("ring", RING), ("status", f'-DPAGE_HEADER="{STATUS / "page.hpp"}"')],
+    ids=["ring", "status"],
+)
+def test_the_layout_in_shared_memory_is_the_same(tmp_path: Path, part: str, header: str) -> None:
+    """Offsets, sizes and codes of the ring and of the status page do not depend on the processor."""
+    source = NATIVE / part / "layout.cpp"
     (tmp_path / "own").mkdir()
     here = subprocess.run(
-        [built(tmp_path / "own", (source,), (RING,))], capture_output=True, text=True, timeout=60, check=True
+        [built(tmp_path / "own", (source,), (header,))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
-    assert emulated(built(tmp_path, (source,), ("-static", RING), COMPILER)) == here.stdout != ""
+    assert emulated(built(tmp_path, (source,), ("-static", header), COMPILER)) == here.stdout != ""
 
 
 @pytest.mark.guarantee("D14", "D15")
@@ -58,6 +68,14 @@ def test_the_region_and_its_channels_work_on_aarch64(tmp_path: Path) -> None:
         assert emulated(region, ranks, 800, 7, mode) == f"ok: 800 calls of {ranks} ranks\n"
     channels = built(tmp_path, (NATIVE / "region" / "channel_threads.cpp",), options, COMPILER)
     assert emulated(channels, 1000, 1) == "ok: 1000 rounds\n"
+
+
+@pytest.mark.guarantee("S2")
+def test_the_status_page_works_on_aarch64(tmp_path: Path) -> None:
+    """A copy that is made while a thread writes mixes no two calls."""
+    options = ("-static", f"-I{STATUS}")
+    threads = built(tmp_path, (NATIVE / "status" / "status_threads.cpp",), options, COMPILER)
+    assert emulated(threads, 300) == "ok: 300 copies\n"
 
 
 def test_reductions_have_the_same_bits_on_aarch64(tmp_path: Path) -> None:

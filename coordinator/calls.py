@@ -119,7 +119,7 @@ class Calls:
         if plane is not None:
             error.is_told = True
             # The refused call has its place behind the calls that are open.
-            self._line.follow(name, partial(self._health.refuse, plane, f"{name}: {error}"))
+            self._line.follow(name, partial(self._health.refusals.refuse, plane, f"{name}: {error}"))
 
     def refuse_unadmitted(self, name: str, error: UsageError) -> NoReturn:
         """Raise `error`, which refuses a collective of the device plane before it was admitted; see `refuse`.

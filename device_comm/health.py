@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from device_comm.gloo.refusals import Refusals
 from shm_broadcast.errors import (
     ClosedError,
     CommError,
@@ -59,10 +60,6 @@ EXPLAIN_S: Final = 2.0
 
 # A wait without a deadline ends after a year.
 FOREVER_S: Final = 86400.0 * 365
-
-
-# For each plane of a group, those in shared memory that carry its collectives; "device" is for several hosts.
-_SHARED_PLANES: Final = {"host": ("shared host",), "device": ("shared", "device")}
 
 
 def _is_own(error: BaseException) -> bool:
@@ -155,6 +152,8 @@ class GroupHealth:
 
     Attributes:
         watch: The other ranks' processes.
+        planes: What carries its collectives, by name; see `attach`.
+        refusals: The calls that this rank refuses.
     """
 
     def __init__(
@@ -188,13 +187,12 @@ class GroupHealth:
         self._excused: set[int] = set()
         # Messages that a transport may still be sending, whether or not anybody has their handles.
         self.unfinished_sends: set[object] = set()
-        # How many calls of a host plane without shared memory this rank has refused.
-        self.untold_refusals: int = 0
         self._fork_count = fork_count()
         # `next` on a count is atomic under the GIL and faster than a lock; the group's own thread calls `begin` too.
         self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}
         self._aborts: list[Callable[[], None]] = []
-        self._planes: dict[str, Plane] = {}
+        self.planes: dict[str, Plane] = {}
+        self.refusals: Refusals = Refusals(self)
         # What other processes see of the group.
         self.shown: ShownCalls = ShownCalls(name, self.ranks.index(rank), self.ranks)
         # A signal handler may destroy the group while this thread holds it.
@@ -282,22 +280,7 @@ class GroupHealth:
 
     def attach(self, name: str, plane: Plane) -> None:
         """Ask `plane`, whose name is `name`, when a call is refused or a deadline passes."""
-        self._planes[name] = plane
-
-    def refuse(self, plane: str, reason: str) -> None:
-        """Take the number of a collective of `plane`, "host" or "device", that this rank refuses.
-
-        The other ranks raise `DisagreementError` with `reason` in their call, and the next calls belong together again.
-        Only shared memory carries this. Over other transports the host plane's gathers of objects compare how
-        many calls each rank has refused. In all other calls the ranks wait for each other, or mistake the
-        next call for this one.
-        """
-        told = [self._planes[name] for name in _SHARED_PLANES[plane] if name in self._planes]
-        for each in told:
-            each.refuse(reason)
-        if plane == "host" and not told:
-            with self._lock:
-                self.untold_refusals += 1
+        self.planes[name] = plane
 
     def left_halfway(self, operation: Operation, error: BaseException) -> None:
         """Break the group because `error` has ended a call that has begun; not for the call's own errors.
@@ -367,7 +350,7 @@ class GroupHealth:
             waited = time.monotonic() - start
             self._raise_if_ended(operation)
             # The rank that this call waits for may itself wait for a refusal by this rank.
-            for plane in list(self._planes.values()):
+            for plane in list(self.planes.values()):
                 plane.catch_up()
             if waited >= deadline or (waited >= last_part and operation.number and work.pending() is None):
                 self._expire(operation, work, start + deadline, deadline)
@@ -412,7 +395,8 @@ class GroupHealth:
         return tuple(sorted(lost - self._excused))
 
     def check_record(self, operation: Operation) -> None:
-        """Break the group and raise if another rank has published what broke it."""
+        """Break the group and raise if another rank has published what broke it, or that it refuses `operation`."""
+        self.refusals.check(operation)
         failure_record = self._status_store.failure_record()
         if failure_record is not None:
             raise self._adopt(operation, failure_record)
@@ -453,7 +437,7 @@ class GroupHealth:
         # The last rank may have come since the last look.
         if not missing and work.poll(0.0):
             return
-        known = self._planes.get(operation.plane)
+        known = self.planes.get(operation.plane)
         detail = self._describe(missing, arrivals | (known.last_calls() if known is not None else {}))
         if not missing:
             calls = [(rank, seen.operation, seen.number) for rank, seen in sorted(arrivals.items())]
@@ -697,4 +681,4 @@ class GroupHealth:
         self.shown.status.leave()
         self.watch.close()
         self._aborts.clear()
-        self._planes.clear()
+        self.planes.clear()

@@ -35,9 +35,12 @@ ONE_SHOT_BYTES: Final = 64 << 10
 
 # The tag of tensors sent point to point; the host plane uses others on a process group of its own.
 TENSOR_TAG: Final = 16
-# The tag of tensors that a collective moves between two ranks. With `TENSOR_TAG` it could take a tensor that was sent
-# point to point before the collective.
+# The first tag of tensors that a collective moves between two ranks; each collective has the one of its number. With
+# `TENSOR_TAG` it could take a tensor that was sent point to point before the collective; with one tag for all of them,
+# that of the next collective of a rank that has refused this one.
 COLLECTIVE_TAG: Final = 17
+# How many tags collectives use in turn; torch takes up to 2^31.
+_TAGS: Final = 1 << 30
 
 Result = TypeVar("Result")
 
@@ -356,10 +359,13 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         """On the CPU, raise on every rank unless what is sent in an all-to-all is what is expected."""
         if self._on_host:
             # Gloo would end a process that receives other sizes than it expects. This raises on every rank instead.
-            own = torch.tensor([*send_sizes, *recv_sizes], dtype=torch.int64, device="cpu")
+            sizes = [operation.number, *send_sizes, *recv_sizes]
+            own = torch.tensor(sizes, dtype=torch.int64, device="cpu")
             gathered = self._gather_bytes(operation, as_bytes(own), timeout_s).view(torch.int64)
             table = gathered.view(self.world_size, -1).tolist()
-            checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, table)
+            self._health.refusals.compare(operation, [number for number, *_ in table])
+            rows = [row for _, *row in table]
+            checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, rows)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         def stages(operation: Operation) -> torch.Tensor:
@@ -415,7 +421,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         unfinished: set[object] | None = None,
     ) -> Handle:
         """Post one transfer for each peer that is a key of `tensors`, unless its tensor is empty."""
-        tag = COLLECTIVE_TAG if operation.number else TENSOR_TAG
+        tag = COLLECTIVE_TAG + operation.number % _TAGS if operation.number else TENSOR_TAG
         works: list[tuple[int, dist.Work]] = []
 
         def stages() -> Handle:

@@ -249,6 +249,8 @@ class GroupBuilder:
             connect_timeout_s=self.create_timeout_s,
         )
         self._made.callback(self._process_groups.destroy)
+        if self._shared is None:
+            self.health.refusals.use(self._world_status_store)
         host, communicator = self._planes(use_device_communicator)
         self.health.shown.status.set_state(GroupState.USABLE)
         report = CreationReport(name=self.plan.name, world_size=len(self._host_ids), together=together)

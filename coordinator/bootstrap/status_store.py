@@ -2,6 +2,7 @@
 
 All keys are under the group's prefix. `arrived/<plane>/<rank>` says where a rank waits, `failure_record` is the failure
 record (the first one written holds), and `left/<rank>` says that a rank has destroyed the group.
+`refused/<plane>/<number>` says who has refused a call, and `refusals/<plane>/<rank>` how many a rank has refused.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import msgspec
 import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store, no_check
+from device_comm.gloo.refusals import Refusal
 from device_comm.health import Arrival, StatusStore
 from shm_broadcast.errors import CommTimeoutError, NativeError
 from shm_broadcast.reports.failure_record import FailureRecord
 
 # The process that serves the store may be stopped or dead. No query waits longer than this.
 ANSWER_S: Final = 2.0
+
+# As much of a refusal's text travels.
+_REASON_CHARACTERS: Final = 4096
 
 Result = TypeVar("Result")
 
@@ -28,10 +33,12 @@ Connect: TypeAlias = Callable[[], AbstractContextManager[dist.Store]]
 
 _arrival_decoder = msgspec.json.Decoder(Arrival)
 _record_decoder = msgspec.json.Decoder(FailureRecord)
+_refusal_decoder = msgspec.json.Decoder(Refusal)
+_count_decoder = msgspec.json.Decoder(int)
 
 
 class WorldStatusStore:
-    """A `StatusStore` on a torch store. After the store has failed to answer once, it is not queried again.
+    """A `StatusStore` and `RefusalStore` on a torch store, which is not asked again once it has failed to answer.
 
     Attributes:
         rank: This process's global rank.
@@ -118,6 +125,35 @@ class WorldStatusStore:
             failure_record,
             within_s,
         )
+
+    def refuse(self, plane: str, number: int, count: int, reason: str) -> None:
+        """Publish that this rank refuses call `number` of `plane`, and has refused `count` calls there."""
+        refusal = msgspec.json.encode(Refusal(self.rank, reason[:_REASON_CHARACTERS])).decode()
+
+        def told() -> None:
+            self._store.set(f"refused/{plane}/{number}", refusal)
+            self._store.set(f"refusals/{plane}/{self.rank}", str(count))
+
+        self._ask(told, None)
+
+    def refusal(self, plane: str, number: int) -> Refusal | None:
+        """Return who has refused call `number` of `plane`, if a rank has; the last one if several have."""
+
+        def question() -> Refusal | None:
+            key = f"refused/{plane}/{number}"
+            return _refusal_decoder.decode(self._store.get(key)) if self._store.check([key]) else None
+
+        return self._ask(question, None)
+
+    def refusals(self, plane: str) -> dict[int, int]:
+        """Return how many calls of `plane` each other rank has refused, by global rank."""
+
+        def question() -> dict[int, int]:
+            keys = {rank: f"refusals/{plane}/{rank}" for rank in self._others}
+            found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+            return {rank: _count_decoder.decode(count) for rank, count in found.items()}
+
+        return self._ask(question, {})
 
     def release(self) -> None:
         """Let go of torch's store, so that it can end while this object is still referenced."""

@@ -10,7 +10,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -30,7 +30,9 @@ _INTEGER: Final = struct.Struct("<q")
 # What precedes a frame in an all-gather of objects: its length, which of `_GATHERS` its rank has called, and how many
 # calls that rank has refused without the others being told.
 _GATHER_HEADER: Final = struct.Struct("<qqq")
-_GATHERS: Final = ("all_gather_object", "exchange")
+_GATHERS: Final = ("all_gather_object", "exchange", "all_gather_integers")
+
+Value = TypeVar("Value")
 
 
 class HostPlane(Protocol):
@@ -154,13 +156,16 @@ class GatheringHostPlane(ABC):
             DisagreementError: A rank has called `all_gather_object`; every rank raises this, and the group is intact.
             DecodeError: A rank sent something else than bytes, or as `all_gather_object`.
         """
-        name = "exchange"
-        answers = self._gather_objects(name, data, None)
+        return self._gather_of("exchange", data, None, bytes)
+
+    def _gather_of(self, name: str, own: Value, timeout_s: float | None, kind: type[Value]) -> list[Value]:
+        """Return the ranks' objects, which must be of type `kind`, in rank order."""
+        answers = self._gather_objects(name, own, timeout_s)
         for rank, answer in zip(self._health.ranks, answers, strict=True):
-            if not isinstance(answer, bytes):
+            if not isinstance(answer, kind):
                 what = type(answer).__name__
                 raise DecodeError(
-                    f"{self._health.where(name)}: rank {rank} sent an object of type {what}, no bytes"
+                    f"{self._health.where(name)}: rank {rank} sent an object of type {what}, no {kind.__name__}"
                 )
         return answers
 
@@ -171,7 +176,7 @@ class GatheringHostPlane(ABC):
                 f"{name}: the object takes {len(frame)} bytes, at most {_GATHER_LIMIT_BYTES} can be gathered"
             )
         inline = frame[:_GATHER_INLINE_BYTES].ljust(_GATHER_INLINE_BYTES, b"\0")
-        header = _GATHER_HEADER.pack(len(frame), _GATHERS.index(name), self._health.untold_refusals)
+        header = _GATHER_HEADER.pack(len(frame), _GATHERS.index(name), self._health.refusals.untold)
         # The region knows of one round. Between two of them the other ranks would wait for the second.
         stages = partial(self._gather_frames, name, frame, header + inline, timeout_s)
         return in_stages(self._health, Operation("host", name, 0), stages)

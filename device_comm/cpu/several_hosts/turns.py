@@ -167,7 +167,7 @@ class Turns:
                 IndexError, CommError
             ):  # another thread has taken it, or the group has come to its end
                 reason = self._refusals.popleft()
-                self._health.begin("device", "a refused call")
+                self._health.refusals.tell("device", reason)
                 if self._region is not None:
                     self._region.refuse(reason)
 

@@ -1,0 +1,163 @@
+"""With a fake store: what a refusal that no memory carries costs, changes and tells."""
+
+import threading
+import time
+
+import pytest
+
+from device_comm.gloo.refusals import Refusal
+from device_comm.health import ANNOUNCE_AFTER_S, Operation
+from shm_broadcast.errors import CommTimeoutError, DisagreementError, GroupBrokenError
+from tests.unit.device_comm.test_health import LONG_S, OPERATION, SOON_S, FakeWork, Group
+
+
+class FakeRefusalStore:
+    """A store in this process, of the group of ranks 4, 5, 6 and 9."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, int, str]] = []
+        self.refused: dict[tuple[str, int], Refusal] = {}
+        self.counts: dict[int, int] = {}
+        self.asked = 0
+
+    def refuse(self, plane: str, number: int, count: int, reason: str) -> None:
+        self.told.append((plane, number, count, reason))
+
+    def refusal(self, plane: str, number: int) -> Refusal | None:
+        self.asked += 1
+        return self.refused.get((plane, number))
+
+    def refusals(self, plane: str) -> dict[int, int]:
+        assert plane == "host"
+        self.asked += 1
+        return dict(self.counts)
+
+
+@pytest.fixture
+def group() -> Group:
+    """Return the health of rank 4."""
+    return Group()
+
+
+@pytest.fixture
+def store(group: Group) -> FakeRefusalStore:
+    """Return the store that it uses."""
+    made = FakeRefusalStore()
+    group.health.refusals.use(made)
+    return made
+
+
+@pytest.mark.guarantee("G66")
+def test_a_refused_call_takes_its_number_and_is_told(group: Group, store: FakeRefusalStore) -> None:
+    """Calls of the device plane have numbers of their own, and only its transport tells their refusals."""
+    group.health.refusals.refuse("host", "barrier: wrong")
+    assert group.health.begin("host", "barrier").number == 2
+    group.health.refusals.refuse("host", "barrier: wrong again")
+    group.health.refusals.refuse("device", "all_reduce: wrong")
+    assert store.told == [("host", 1, 1, "barrier: wrong"), ("host", 3, 2, "barrier: wrong again")]
+    assert group.health.refusals.untold == 2
+    assert group.health.begin("device", "all_reduce").number == 1
+
+
+def test_a_refusal_at_the_end_of_a_group_is_no_other_error(group: Group, store: FakeRefusalStore) -> None:
+    """The caller raises the refusal itself."""
+    group.health.close()
+    group.health.refusals.refuse("host", "barrier: wrong")
+    assert not store.told
+
+
+@pytest.mark.guarantee("G66")
+@pytest.mark.parametrize("deadline_s", [ANNOUNCE_AFTER_S / 2, LONG_S])
+def test_a_rank_that_waits_learns_who_has_refused_the_call(
+    group: Group, store: FakeRefusalStore, deadline_s: float
+) -> None:
+    """Also within a deadline that is shorter than what a rank waits before it looks."""
+    store.refused["host", 3] = Refusal(6, "barrier: timeout_s must be positive")
+    began = time.monotonic()
+    with pytest.raises(DisagreementError, match="rank 6 refused barrier: timeout_s must be positive") as told:
+        group.health.wait(OPERATION, FakeWork(), deadline_s)
+    assert time.monotonic() - began < SOON_S
+    assert told.value.views == {6: "refused barrier: timeout_s must be positive"}
+    with pytest.raises(GroupBrokenError, match="rank 6 refused"):
+        group.health.check_usable("barrier")
+
+
+@pytest.mark.parametrize(
+    ("place", "refusal"),
+    [
+        (("host", 2), Refusal(6, "old")),
+        (("device", 3), Refusal(6, "other")),
+        (("host", 3), Refusal(4, "own")),
+    ],
+    ids=["another call", "another plane", "its own"],
+)
+def test_other_refusals_do_not_concern_a_call(
+    group: Group, store: FakeRefusalStore, place: tuple[str, int], refusal: Refusal
+) -> None:
+    """It goes on."""
+    store.refused[place] = refusal
+    group.health.wait(OPERATION, FakeWork(ANNOUNCE_AFTER_S + 0.2), LONG_S)
+    assert store.asked
+    group.health.check_usable("barrier")
+
+
+def test_a_call_that_finishes_and_a_transfer_ask_for_no_refusal(
+    group: Group, store: FakeRefusalStore
+) -> None:
+    """A transfer has no number, so nobody can have refused it."""
+    group.health.wait(OPERATION, FakeWork(0.1), LONG_S)
+    transfer = Operation("host", "recv from rank 6", 0)
+    group.health.wait(transfer, FakeWork(ANNOUNCE_AFTER_S + 0.2, pending=[6]), LONG_S)
+    group.health.refusals.settle(OPERATION, LONG_S)
+    assert not store.asked
+
+
+@pytest.mark.guarantee("G66")
+def test_a_barrier_behind_a_refusal_waits_until_all_have_refused(
+    group: Group, store: FakeRefusalStore
+) -> None:
+    """And is held up once: what all have refused is settled."""
+    group.health.refusals.refuse("host", "barrier: wrong")
+    store.counts = {5: 1, 6: 2}
+
+    def refuse() -> None:
+        time.sleep(0.3)
+        store.counts[9] = 1
+
+    thread = threading.Thread(target=refuse)
+    began = time.monotonic()
+    thread.start()
+    group.health.refusals.settle(OPERATION, LONG_S)
+    assert time.monotonic() - began >= 0.3
+    thread.join()
+    asked = store.asked
+    group.health.refusals.settle(OPERATION, LONG_S)
+    assert store.asked == asked
+
+
+@pytest.mark.guarantee("G66")
+def test_a_barrier_behind_a_refusal_names_those_who_do_not_refuse(
+    group: Group, store: FakeRefusalStore
+) -> None:
+    """They made the call, or do not come."""
+    group.health.refusals.refuse("host", "barrier: wrong")
+    store.counts = {5: 1}
+    with pytest.raises(CommTimeoutError) as late:
+        group.health.refusals.settle(OPERATION, 0.3)
+    assert late.value.missing == (6, 9)
+
+
+def test_calls_with_different_numbers_do_not_belong_together(group: Group) -> None:
+    """All ranks see all numbers, and so raise alike."""
+    operation = Operation("device", "all_to_all", 7)
+    group.health.refusals.compare(operation, [7, 7, 7, 7])
+    with pytest.raises(DisagreementError) as told:
+        group.health.refusals.compare(operation, [7, 7, 8, 7])
+    assert told.value.views == {
+        4: "all_to_all #7",
+        5: "all_to_all #7",
+        6: "all_to_all #8",
+        9: "all_to_all #7",
+    }
+    with pytest.raises(GroupBrokenError):
+        group.health.check_usable("all_to_all")

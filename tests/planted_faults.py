@@ -18,7 +18,7 @@ from coordinator.group import GroupCoordinator
 from coordinator.parallel_state import destroy_distributed_environment, get_world_group
 from coordinator.settings import CoordinatorSettings
 from tests.waiting import wait_until
-from tests.worlds import join_world, meet, outcome_of
+from tests.worlds import join_world, meet, outcome_of, tell_when_waiting
 
 __all__ = ["CULPRIT", "FAULTS", "RANKS", "Fault", "suffer"]
 
@@ -35,12 +35,21 @@ class Run(NamedTuple):
     Attributes:
         directory: In which the ranks meet.
         within_s: How long a call waits.
-        looked: A file that is there once the live processes were looked at.
+        record: The folder of the run's records; the marks of the ranks and of the look have names that begin with its.
     """
 
     directory: Path
     within_s: float
-    looked: Path
+    record: Path
+
+    @property
+    def looked(self) -> Path:
+        """Return a file that is there once the live processes were looked at."""
+        return self.record.with_name(f"{self.record.name}-looked")
+
+    def begins_to_wait_in(self, group: GroupCoordinator) -> None:
+        """Let this rank begin the fault once a call of `group` has waited for 0.1 s."""
+        tell_when_waiting(group, self.record.parent, f"{self.record.name}-begins")
 
 
 class Fault(NamedTuple):
@@ -55,6 +64,8 @@ class Fault(NamedTuple):
         dead: Ranks that end without an answer.
         live_rule: Of the finding of a look at the live processes, if it is another one.
         within_s: How long the witnesses wait.
+        says_itself: Whether `happens` lets each rank begin; else that is the moment before it.
+        is_brief: Whether nothing shows the fault once the witnesses have waited.
     """
 
     happens: Callable[[GroupCoordinator, int, Run], Any]
@@ -65,6 +76,8 @@ class Fault(NamedTuple):
     dead: tuple[int, ...] = ()
     live_rule: str = ""
     within_s: float = PATIENCE_S
+    says_itself: bool = False
+    is_brief: bool = False
 
 
 def ones(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -121,6 +134,7 @@ def crossed(group: GroupCoordinator, rank: int, run: Run) -> None:
         for number, table in enumerate(pairs)
     ]
     try:
+        run.begins_to_wait_in(group if rank == 3 else groups[rank])
         if rank == 3:
             group.barrier(run.within_s)
         else:
@@ -132,6 +146,7 @@ def crossed(group: GroupCoordinator, rank: int, run: Run) -> None:
 
 
 def received_in_a_circle(group: GroupCoordinator, rank: int, run: Run) -> None:
+    run.begins_to_wait_in(group)
     if rank == 3:
         group.barrier(run.within_s)
     else:
@@ -188,10 +203,20 @@ FAULTS: Final = {
     "missed call before a barrier": Fault(missed_before_a_barrier, "order", (CULPRIT,), "barrier", 3),
     "swapped calls": Fault(swapped, "divergent", (CULPRIT,), "all_gather", 6),
     "wrong dtype": Fault(mistyped, "divergent", (CULPRIT,), "all_reduce", 6),
-    "cross-group cycle": Fault(crossed, "order", (0, 1, 2), "all_reduce", 1, within_s=LOOKED_AT_S),
-    "p2p cycle": Fault(received_in_a_circle, "order", (0, 1, 2), "recv_object", 0, within_s=LOOKED_AT_S),
+    "cross-group cycle": Fault(
+        *(crossed, "order", (0, 1, 2), "all_reduce", 1), within_s=LOOKED_AT_S, says_itself=True, is_brief=True
+    ),
+    "p2p cycle": Fault(
+        *(received_in_a_circle, "order", (0, 1, 2), "recv_object", 0),
+        within_s=LOOKED_AT_S,
+        says_itself=True,
+        is_brief=True,
+    ),
     "late rank": Fault(
-        late, "behind", (CULPRIT,), "all_reduce", 6, live_rule="root cause", within_s=LOOKED_AT_S
+        *(late, "behind", (CULPRIT,), "all_reduce", 6),
+        live_rule="root cause",
+        within_s=LOOKED_AT_S,
+        is_brief=True,
     ),
     "slow reader": Fault(read_slowly, "root cause", (CULPRIT,), "enqueue", 0),
     "dead writer": Fault(left_without_a_writer, "dead", (CULPRIT,), "dequeue", 0, dead=(CULPRIT,)),
@@ -207,9 +232,11 @@ def suffer(rank: int, world_size: int, directory: Path, name: str, record: str) 
     pids = group.all_gather_object(os.getpid())
     for _ in range(5):
         group.all_reduce(ones())
-    Path(f"{record}-begins-{rank}").touch()
-    run = Run(directory, fault.within_s, Path(f"{record}-looked"))
+    if not fault.says_itself:
+        Path(f"{record}-begins-{rank}").touch()
+    run = Run(directory, fault.within_s, Path(record))
     found = outcome_of(lambda: fault.happens(group, rank, run))
+    Path(f"{record}-over-{rank}").touch()
     witnesses = [other for other in range(world_size) if other not in fault.dead]
     meet(rank, witnesses, directory, "told")
     wait_until(run.looked.exists, "the look")

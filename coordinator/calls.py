@@ -119,7 +119,8 @@ class Calls:
         if plane is not None:
             error.is_told = True
             # The refused call has its place behind the calls that are open.
-            self._line.follow(name, partial(self._health.refusals.refuse, plane, f"{name}: {error}"))
+            health = self._health
+            self._line.follow(name, partial(health.refusals.refuse, health, plane, f"{name}: {error}"))
 
     def refuse_unadmitted(self, name: str, error: UsageError) -> NoReturn:
         """Raise `error`, which refuses a collective of the device plane before it was admitted; see `refuse`.

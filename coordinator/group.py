@@ -376,7 +376,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             CapabilityError: A rank has too little memory, or could not open its end. Every rank raises this, and the
                 group stays usable.
         """
-        with self._calls.call("create_mq_broadcaster"):
+        with self._calls.call("create_mq_broadcaster", plane="host"):
             writer = checks.check_rank(writer_rank, self.world_size, "writer_rank")
             end = self._queues.broadcast(writer, external_writer_handle)
             if blocking:
@@ -400,7 +400,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             CapabilityError: A rank has too little memory, or could not open its end. Every rank raises this, and the
                 group stays usable.
         """
-        with self._calls.call("create_single_reader_mq_broadcasters"):
+        with self._calls.call("create_single_reader_mq_broadcasters", plane="host"):
             reader = checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
             ends = self._queues.gather(reader)
             if blocking:
@@ -498,7 +498,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             DisagreementError: The ranks of this group ask for different groups.
             CommTimeoutError: Ranks did not join in time; `.missing` names them.
         """
-        with self._calls.call("split_group"):
+        # By color the ranks exchange their colors; lists are not sent.
+        with self._calls.call("split_group", plane=None if color is None else "host"):
             if (split_ranks is None) == (color is None):
                 raise UsageError("split_group takes either split_ranks or color")
             lists = (

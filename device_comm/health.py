@@ -192,7 +192,7 @@ class GroupHealth:
         self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}
         self._aborts: list[Callable[[], None]] = []
         self.planes: dict[str, Plane] = {}
-        self.refusals: Refusals = Refusals(self)
+        self.refusals: Refusals = Refusals()
         # What other processes see of the group.
         self.shown: ShownCalls = ShownCalls(name, self.ranks.index(rank), self.ranks)
         # A signal handler may destroy the group while this thread holds it.
@@ -396,7 +396,8 @@ class GroupHealth:
 
     def check_record(self, operation: Operation) -> None:
         """Break the group and raise if another rank has published what broke it, or that it refuses `operation`."""
-        self.refusals.check(operation)
+        if (refused := self.refusals.found(self, operation)) is not None:
+            raise refused
         failure_record = self._status_store.failure_record()
         if failure_record is not None:
             raise self._adopt(operation, failure_record)
@@ -510,6 +511,8 @@ class GroupHealth:
 
         A rank that has left counts only if the call waits for it, or may do so because `pending` is unknown.
         """
+        if (refused := self.refusals.found(self, operation)) is not None:
+            return refused
         failure_record = self._status_store.failure_record()
         if failure_record is not None:
             return self._adopt(operation, failure_record)

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from device_comm import checks
 from device_comm.base import CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
+from device_comm.gloo.refusals import RefusingPlane
 from device_comm.handles import Handle, PointToPointHandle, StreamHandle
 from device_comm.health import FOREVER_S, GRACE_S, GroupHealth, Operation
 from device_comm.movable import movable
@@ -35,12 +36,9 @@ ONE_SHOT_BYTES: Final = 64 << 10
 
 # The tag of tensors sent point to point; the host plane uses others on a process group of its own.
 TENSOR_TAG: Final = 16
-# The first tag of tensors that a collective moves between two ranks; each collective has the one of its number. With
-# `TENSOR_TAG` it could take a tensor that was sent point to point before the collective; with one tag for all of them,
-# that of the next collective of a rank that has refused this one.
+# The tag of tensors that a collective moves between two ranks. With `TENSOR_TAG` it could take a tensor that was sent
+# point to point before the collective.
 COLLECTIVE_TAG: Final = 17
-# How many tags collectives use in turn; torch takes up to 2^31.
-_TAGS: Final = 1 << 30
 
 Result = TypeVar("Result")
 
@@ -145,6 +143,9 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self._health = context.health
         self._on_host = self.device.type == "cpu"
         self.threads: WaiterThreads = WaiterThreads(context.name)
+        if self._on_host:
+            # A communicator in two levels, which uses this one for some calls, has its own way to refuse.
+            self._health.attach("device", RefusingPlane(self._health, "device"))
 
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
         """Return how a call is carried; on the CPU also why nothing faster carries it."""
@@ -359,13 +360,10 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         """On the CPU, raise on every rank unless what is sent in an all-to-all is what is expected."""
         if self._on_host:
             # Gloo would end a process that receives other sizes than it expects. This raises on every rank instead.
-            sizes = [operation.number, *send_sizes, *recv_sizes]
-            own = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+            own = torch.tensor([*send_sizes, *recv_sizes], dtype=torch.int64, device="cpu")
             gathered = self._gather_bytes(operation, as_bytes(own), timeout_s).view(torch.int64)
             table = gathered.view(self.world_size, -1).tolist()
-            self._health.refusals.compare(operation, [number for number, *_ in table])
-            rows = [row for _, *row in table]
-            checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, rows)
+            checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, table)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         def stages(operation: Operation) -> torch.Tensor:
@@ -421,10 +419,11 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         unfinished: set[object] | None = None,
     ) -> Handle:
         """Post one transfer for each peer that is a key of `tensors`, unless its tensor is empty."""
-        tag = COLLECTIVE_TAG + operation.number % _TAGS if operation.number else TENSOR_TAG
+        tag = COLLECTIVE_TAG if operation.number else TENSOR_TAG
         works: list[tuple[int, dist.Work]] = []
 
         def stages() -> Handle:
+            limit_s = self._settled(operation, timeout_s) if operation.number else timeout_s
             with self._health.transport(operation):
                 for peer, tensor in tensors.items():
                     if tensor.numel():
@@ -432,7 +431,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             if not self._on_host:
                 return StreamHandle(self._health, operation, works, tensors, landing)
             transfer = PointToPointWorks(self.threads, works, tensors, unfinished)
-            return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
+            return PointToPointHandle(self._health, operation, transfer, limit_s, landing)
 
         return in_stages(self._health, operation, stages)
 
@@ -442,6 +441,11 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self._start(operation, post, tensors, timeout_s or self.context.timeout_s).wait()
 
     # ------------------------------------------------------------------ what the backend does
+
+    def _settled(self, operation: Operation, timeout_s: Timeout) -> float:
+        """Return the deadline of a collective in seconds, less the wait for what this rank has refused before it."""
+        limit_s = timeout_s or self.context.timeout_s
+        return self._health.refusals.settle(self._health, operation, limit_s)
 
     def _finish(self, operation: Operation, work: dist.Work, timeout_s: float) -> None:
         if self._on_host:
@@ -457,7 +461,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return every rank's bytes one after the other, in `into` if given; all ranks bring the same number."""
-        deadline = timeout_s or self.context.timeout_s
+        deadline = self._settled(operation, timeout_s)
         options = AllgatherOptions()
         options.timeout = backend_timeout(deadline)
         result = own.new_empty(own.numel() * self.world_size) if into is None else into
@@ -479,7 +483,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         row_bytes = math.prod(rows.shape[1:]) * rows.itemsize
         if not row_bytes:
             return
-        deadline = timeout_s or self.context.timeout_s
+        deadline = self._settled(operation, timeout_s)
         options = dist.AllToAllOptions()
         options.timeout = backend_timeout(deadline)
         to_receive, to_send = ([size * row_bytes for size in sizes] for sizes in (received, sent))

@@ -249,7 +249,7 @@ class GroupBuilder:
             connect_timeout_s=self.create_timeout_s,
         )
         self._made.callback(self._process_groups.destroy)
-        if self._shared is None:
+        if len(self._host_ids) > 1:
             self.health.refusals.use(self._world_status_store)
         host, communicator = self._planes(use_device_communicator)
         self.health.shown.status.set_state(GroupState.USABLE)
@@ -322,7 +322,8 @@ class GroupBuilder:
 
         check = partial(self.health.check_record, Operation("host", "connect", 0))
         where = self.health.where("connect")
-        with self._world_status_store.own_connection(self._lent, self._within_s):
+        lost = partial(raise_if_lost, self._watch, where)
+        with self._world_status_store.own_connection(self._lent, self._within_s, lost):
             try:
                 return connect_watched(connect_all, f"{self.plan.name} {name}", where, self._watch, check)
             except BaseException as error:

@@ -59,13 +59,24 @@ class WorldStatusStore:
         """Return whether the store has answered so far."""
         return self._reachable
 
-    def _ask(self, question: Callable[[], Result], otherwise: Result, within_s: float = ANSWER_S) -> Result:
+    def _ask(
+        self,
+        question: Callable[[], Result],
+        otherwise: Result,
+        within_s: float = ANSWER_S,
+        check: Callable[[], None] = no_check,
+    ) -> Result:
         """Return the store's answer, or `otherwise` if it does not come within `within_s` seconds."""
         if not self._reachable:
             return otherwise
+
+        def check_both() -> None:
+            self._check()
+            check()
+
         try:
             self._check()
-            return ask_store(question, "status store", within_s, self._check)
+            return ask_store(question, "status store", within_s, check_both)
         except CommTimeoutError:
             if within_s >= ANSWER_S:
                 self._reachable = False
@@ -75,17 +86,20 @@ class WorldStatusStore:
         return otherwise
 
     @contextmanager
-    def own_connection(self, connect: Connect, within_s: float) -> Iterator[None]:
+    def own_connection(
+        self, connect: Connect, within_s: float, check: Callable[[], None] = no_check
+    ) -> Iterator[None]:
         """Ask over a connection of its own in the block: torch locks the usual one while it waits for other ranks.
 
         Args:
             connect: Lends the block such a connection, to the same keys. Opening one may take seconds, which does not
                 mean that the store is out of reach.
             within_s: How long to wait for it, in seconds.
+            check: Called about ten times a second meanwhile; what it raises ends the wait and is raised.
         """
         shared = self._store
         with ExitStack() as lent:
-            self._store = self._ask(lambda: lent.enter_context(connect()), shared, within_s)
+            self._store = self._ask(lambda: lent.enter_context(connect()), shared, within_s, check)
             try:
                 yield
             finally:

@@ -21,6 +21,7 @@ from coordinator.host.plane import GatheringHostPlane, isend_with_tensors, refus
 from coordinator.host.process_groups import GlooBackend, abort_gloo
 from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
+from device_comm.gloo.refusals import RefusingPlane
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import as_bytes, backend_timeout, collective, in_stages, is_plain
@@ -87,6 +88,7 @@ class GlooHostPlane(GatheringHostPlane):
         self._sending, self._receiving = FrameTurns(health), FrameTurns(health)
         self._others = [rank for rank in range(len(self._ranks)) if rank != rank_in_group]
         health.on_abort(self.abort)
+        health.attach("host", RefusingPlane(health, "host"))
 
     @property
     def _backend(self) -> GlooBackend:
@@ -106,21 +108,12 @@ class GlooHostPlane(GatheringHostPlane):
         options.timeout = backend_timeout(limit_s)
 
         def stages(operation: Operation) -> None:
-            # Unlike a gather, a barrier carries nothing that would show the others which call it is.
-            self._health.refusals.settle(operation, limit_s)
+            left_s = self._health.refusals.settle(self._health, operation, limit_s)
             with self._health.transport(operation):
                 work = self._backend.barrier(options)
-            self._health.wait(operation, CollectiveWork(work), limit_s)
+            self._health.wait(operation, CollectiveWork(work), left_s)
 
         collective(self._health, "host", "barrier", stages)
-
-    def all_gather_integers(self, value: int, timeout_s: float | None = None) -> list[int]:
-        """Return every rank's integer of up to 64 bits, in rank order.
-
-        It travels as an object: its header shows which call it is, and Gloo ends a process that receives another number
-        of bytes than it expects.
-        """
-        return self._gather_of("all_gather_integers", value, timeout_s, int)
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         limit_s = timeout_s or self._timeout_s
@@ -131,9 +124,10 @@ class GlooHostPlane(GatheringHostPlane):
         into = torch.frombuffer(result, dtype=torch.uint8)
 
         def stages(operation: Operation) -> None:
+            left_s = self._health.refusals.settle(self._health, operation, limit_s)
             with self._health.transport(operation):
                 work = self._backend._allgather_base(into, own, options)
-            self._health.wait(operation, CollectiveWork(work), limit_s)
+            self._health.wait(operation, CollectiveWork(work), left_s)
 
         collective(self._health, "host", name, stages, len(data))
         rows = memoryview(result)

@@ -10,7 +10,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 
@@ -30,9 +30,7 @@ _INTEGER: Final = struct.Struct("<q")
 # What precedes a frame in an all-gather of objects: its length, which of `_GATHERS` its rank has called, and how many
 # calls that rank has refused without the others being told.
 _GATHER_HEADER: Final = struct.Struct("<qqq")
-_GATHERS: Final = ("all_gather_object", "exchange", "all_gather_integers")
-
-Value = TypeVar("Value")
+_GATHERS: Final = ("all_gather_object", "exchange")
 
 
 class HostPlane(Protocol):
@@ -156,16 +154,13 @@ class GatheringHostPlane(ABC):
             DisagreementError: A rank has called `all_gather_object`; every rank raises this, and the group is intact.
             DecodeError: A rank sent something else than bytes, or as `all_gather_object`.
         """
-        return self._gather_of("exchange", data, None, bytes)
-
-    def _gather_of(self, name: str, own: Value, timeout_s: float | None, kind: type[Value]) -> list[Value]:
-        """Return the ranks' objects, which must be of type `kind`, in rank order."""
-        answers = self._gather_objects(name, own, timeout_s)
+        name = "exchange"
+        answers = self._gather_objects(name, data, None)
         for rank, answer in zip(self._health.ranks, answers, strict=True):
-            if not isinstance(answer, kind):
+            if not isinstance(answer, bytes):
                 what = type(answer).__name__
                 raise DecodeError(
-                    f"{self._health.where(name)}: rank {rank} sent an object of type {what}, no {kind.__name__}"
+                    f"{self._health.where(name)}: rank {rank} sent an object of type {what}, no bytes"
                 )
         return answers
 

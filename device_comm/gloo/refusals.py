@@ -1,8 +1,8 @@
-"""Calls that a rank refuses: how they take their number, and how the other ranks learn of them.
+"""Calls that a rank refuses: how they take their number, and how ranks that share no memory learn of them.
 
-Where ranks share memory, the memory carries a refusal. Between hosts the refusing rank writes it into the world's
-store, where a rank that waits in the refused call finds it with the failure record. A call that nobody refuses costs
-nothing.
+Where ranks share memory, the memory carries a refusal. Else the refusing rank writes it into the world's store, where a
+rank that waits in the refused call finds it. Gloo's messages do not say to which call they belong, so a rank that has
+refused a call makes no further collective over Gloo before the store says that all others have refused as many.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from shm_broadcast.errors import CommError, DisagreementError
+from shm_broadcast.interruption import raised_by_handler
 
 if TYPE_CHECKING:
-    from device_comm.health import GroupHealth, Operation
+    from device_comm.health import Arrival, GroupHealth, Operation
 
-__all__ = ["Refusal", "RefusalStore", "Refusals"]
+__all__ = ["Refusal", "RefusalStore", "Refusals", "RefusingPlane"]
 
-# For each plane of a group, those in shared memory that carry its collectives; "device" is for several hosts.
-_SHARED_PLANES: Final = {"host": ("shared host",), "device": ("shared", "device")}
+# What carries the collectives of a plane, and so their refusals: shared memory, or the transports between hosts.
+_CARRIERS: Final = {"host": ("shared host", "host"), "device": ("shared", "device")}
 # How often a rank that has refused a call looks whether the others have too: a store answers in 5 to 40 us.
 _LOOK_S: Final = 0.01
+# The least that is left of a deadline: 0 would mean "without limit".
+_LEAST_S: Final = 0.001
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -36,7 +38,11 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class RefusalStore(Protocol):
-    """Where ranks tell those on other hosts what they refuse. Every method takes at most about two seconds."""
+    """Where ranks tell others what they refuse. Every method takes at most about two seconds."""
+
+    @property
+    def is_reachable(self) -> bool:
+        """Return whether the store has always answered so far."""
 
     def refuse(self, plane: str, number: int, count: int, reason: str) -> None:
         """Record that this rank refuses call `number` of `plane`, and that it has refused `count` calls there."""
@@ -49,16 +55,15 @@ class RefusalStore(Protocol):
 
 
 class Refusals:
-    """The calls that one rank of a group refuses."""
+    """The calls that one rank of a group refuses. It holds no reference to the group's health, which holds it."""
 
-    def __init__(self, health: GroupHealth) -> None:
+    def __init__(self) -> None:
         """Begin with none, and with no store."""
-        self._health = health
         self._store: RefusalStore | None = None
         # How many calls of each plane this rank has refused of which no memory tells all the others.
         self._counts = {"host": 0, "device": 0}
-        # How many of those of the host plane all ranks are known to have refused.
-        self._settled = 0
+        # How many of those all ranks are known to have refused.
+        self._settled = {"host": 0, "device": 0}
         # A signal handler may refuse a call while this thread holds it.
         self._lock = threading.RLock()
 
@@ -68,87 +73,92 @@ class Refusals:
         return self._counts["host"]
 
     def use(self, store: RefusalStore) -> None:
-        """Tell ranks on other hosts through `store` from now on."""
+        """Tell ranks through `store` what no memory tells them, from now on."""
         self._store = store
 
-    def refuse(self, plane: str, reason: str) -> None:
+    def refuse(self, health: GroupHealth, plane: str, reason: str) -> None:
         """Take the number of a collective of `plane`, "host" or "device", that this rank refuses.
 
         On the ranks that share memory with this one, the call with that number raises `DisagreementError` with
         `reason`, and the next calls belong together again. On the others it raises that too, and the group is broken.
-        Over NCCL nobody is told.
+        On accelerators nobody is told.
         """
-        planes = self._health.planes
-        told = [planes[name] for name in _SHARED_PLANES[plane] if name in planes]
-        for each in told:
-            each.refuse(reason)
-        if plane == "host" and not told:
-            with suppress(CommError):  # the group has come to its end
-                self.tell(plane, reason)
+        for name in _CARRIERS[plane]:
+            if name in health.planes:
+                health.planes[name].refuse(reason)
 
-    def tell(self, plane: str, reason: str) -> None:
-        """Take the number of a call of `plane` between hosts, and tell the other ranks that this one refuses it."""
-        with self._lock:
-            # The count comes first: an exception of a signal handler behind it leaves a difference that others notice.
-            self._counts[plane] += 1
-            number = self._health.begin(plane, "a refused call").number
-            if self._store is not None:
-                self._store.refuse(plane, number, self._counts[plane], reason)
+    def tell(self, health: GroupHealth, plane: str, reason: str) -> None:
+        """Take the number of a call of `plane` that no memory carries, and tell the others that this rank refuses it.
 
-    def check(self, operation: Operation) -> None:
-        """Break the group and raise if another rank has refused the collective `operation`.
-
-        Raises:
-            DisagreementError: It has; its views hold the reason.
+        An exception of a signal handler breaks the group: the others may have been told or not.
         """
-        if self._store is None or not operation.number:
-            return
+        try:
+            with self._lock:
+                self._counts[plane] += 1
+                operation = health.begin(plane, "a refused call")
+                if self._store is not None:
+                    self._store.refuse(plane, operation.number, self._counts[plane], reason)
+        except BaseException as error:
+            if isinstance(error, CommError) and not raised_by_handler(error):
+                return  # the group has come to its end
+            health.fail(error, "a refused call")
+            raise
+
+    def found(self, health: GroupHealth, operation: Operation) -> DisagreementError | None:
+        """Break the group and return the error to raise if another rank has refused the collective `operation`."""
+        if self._store is None or not operation.number or operation.plane not in self._counts:
+            return None
         refusal = self._store.refusal(operation.plane, operation.number)
-        if refusal is None or refusal.rank == self._health.rank:
-            return
+        if refusal is None or refusal.rank == health.rank:
+            return None
         what = f"refused {refusal.reason}"
-        error = DisagreementError(
-            f"{self._health.where(operation)}: rank {refusal.rank} {what}; the group is now unusable, destroy it",
-            views={refusal.rank: what},
-        )
-        self._health.fail(error, str(operation))
-        raise error
+        text = f"{health.where(operation)}: rank {refusal.rank} {what}; the group is now unusable, destroy it"
+        error = DisagreementError(text, views={refusal.rank: what})
+        health.fail(error, str(operation))
+        return error
 
-    def compare(self, operation: Operation, numbers: Sequence[int]) -> None:
-        """Break the group and raise unless all ranks' calls of this name have the same number.
+    def settle(self, health: GroupHealth, operation: Operation, timeout_s: float) -> float:
+        """Return what is left of `timeout_s` once all ranks have refused as many calls of a plane as this one.
 
-        Raises:
-            DisagreementError: They do not: a rank has refused a call that others have made. All ranks raise it.
+        The collective `operation` of this rank would else answer the refused one of the others. If the store is out of
+        reach, it is not waited for. Raises as `GroupHealth.wait`.
         """
-        if len(set(numbers)) == 1:
-            return
-        ranks = self._health.ranks
-        views = {rank: f"{operation.name} #{number}" for rank, number in zip(ranks, numbers, strict=True)}
-        listed = "; ".join(f"rank {rank} made {call}" for rank, call in views.items())
-        error = DisagreementError(
-            f"{self._health.where(operation)}: a rank has refused a call that others have made, so the calls do not "
-            f"belong together: {listed}; the group is now unusable, destroy it",
-            views=views,
-        )
-        self._health.fail(error, str(operation))
-        raise error
+        plane, store = operation.plane, self._store
+        count = self._counts[plane]
+        if store is None or count == self._settled[plane]:
+            return timeout_s
+        end = time.monotonic() + timeout_s
+        health.wait(operation, _Settling(store, plane, health, count), timeout_s)
+        self._settled[plane] = count
+        return max(end - time.monotonic(), _LEAST_S)
 
-    def settle(self, operation: Operation, timeout_s: float) -> None:
-        """Return when all ranks have refused as many calls of the host plane as this one.
 
-        The barrier `operation` of this rank would else end the refused one of the others. Raises as `GroupHealth.wait`.
-        """
-        if self._store is not None and self.untold > self._settled:
-            count = self.untold
-            self._health.wait(operation, _Settling(self._store, self._health, count), timeout_s)
-            self._settled = count
+class RefusingPlane:
+    """A plane whose transport tells no refusals; see `Plane`."""
+
+    def __init__(self, health: GroupHealth, plane: str) -> None:
+        """Refuse calls of `plane`."""
+        self._health = health
+        self._plane = plane
+
+    def refuse(self, reason: str) -> None:
+        """Take the number of a call, and tell the others through the store."""
+        self._health.refusals.tell(self._health, self._plane, reason)
+
+    def catch_up(self) -> None:
+        """Do nothing: no refusal waits."""
+
+    def last_calls(self) -> dict[int, Arrival]:
+        """Return nothing: only the status store knows."""
+        return {}
 
 
 class _Settling:
     """The wait until the others have refused what this rank has refused; see `Pollable`."""
 
-    def __init__(self, store: RefusalStore, health: GroupHealth, count: int) -> None:
+    def __init__(self, store: RefusalStore, plane: str, health: GroupHealth, count: int) -> None:
         self._store = store
+        self._plane = plane
         self._others = [rank for rank in health.ranks if rank != health.rank]
         self._count = count
         self._behind: list[int] = self._others
@@ -156,10 +166,12 @@ class _Settling:
     def poll(self, slice_s: float) -> bool:
         end = time.monotonic() + slice_s
         while True:
-            refused = self._store.refusals("host")
+            refused = self._store.refusals(self._plane)
             self._behind = [rank for rank in self._others if refused.get(rank, 0) < self._count]
-            if not self._behind or time.monotonic() >= end:
-                return not self._behind
+            if not self._behind or not self._store.is_reachable:
+                return True
+            if time.monotonic() >= end:
+                return False
             time.sleep(_LOOK_S)
 
     def pending(self) -> Sequence[int]:

@@ -11,7 +11,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -38,6 +38,11 @@ from shm_broadcast.status.layout import NOBODY
 _OVER_GLOO: Final = frozenset(
     {"gather", "scatter", "all_to_all", "all_to_all_into_output", "send", "recv", "isend", "irecv"}
 )
+
+# The least that is left of a deadline: 0 would mean the group's.
+_LEAST_S: Final = 0.001
+
+Result = TypeVar("Result")
 
 
 def group_by_host(host_ids: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -259,10 +264,17 @@ class HierarchicalCommunicator(DeviceCommunicator):
 
     # ------------------------------------------------------------------ over the process group
 
+    def _take(self, name: str, call: Callable[[float], Result], timeout_s: Timeout) -> Result:
+        """Return `call(left_s)`, which makes a collective over the process group, in its turn."""
+        limit_s = timeout_s or self.context.timeout_s
+        return self._turns.take(name, lambda end: call(max(end - time.monotonic(), _LEAST_S)), limit_s)
+
     def _gather(
         self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
     ) -> torch.Tensor | None:
-        return self._general.gather(input_, dst, dim, timeout_s=timeout_s)
+        return self._take(
+            "gather", lambda left_s: self._general.gather(input_, dst, dim, timeout_s=left_s), timeout_s
+        )
 
     def _scatter(
         self,
@@ -273,12 +285,18 @@ class HierarchicalCommunicator(DeviceCommunicator):
         sizes: tuple[int, ...],
         timeout_s: float | None,
     ) -> None:
-        self._general.scatter(output, input_, src, dim, sizes, timeout_s=timeout_s)
+        def call(left_s: float) -> None:
+            self._general.scatter(output, input_, src, dim, sizes, timeout_s=left_s)
+
+        self._take("scatter", call, timeout_s)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
-        return self._general.all_to_all(input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
+        def call(left_s: float) -> torch.Tensor:
+            return self._general.all_to_all(input_, dim, send_sizes, recv_sizes, timeout_s=left_s)
+
+        return self._take("all_to_all", call, timeout_s)
 
     def _all_to_all_into(
         self,
@@ -289,8 +307,12 @@ class HierarchicalCommunicator(DeviceCommunicator):
         recv_sizes: Sizes,
         timeout_s: Timeout,
     ) -> None:
-        general = self._general
-        general.all_to_all_into_output(input_, output, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
+        def call(left_s: float) -> None:
+            self._general.all_to_all_into_output(
+                input_, output, dim, send_sizes, recv_sizes, timeout_s=left_s
+            )
+
+        self._take("all_to_all", call, timeout_s)
 
     def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
         return self._general.isend(tensor, dst, timeout_s=timeout_s)

@@ -17,7 +17,6 @@ from device_comm import _core
 from device_comm.cpu.region_calls import RegionCalls, without_place
 from device_comm.health import Arrival, GroupHealth, Operation
 from device_comm.process_group import collective
-from shm_broadcast.errors import CommError
 from shm_broadcast.status.layout import NOBODY
 
 # How often a call looks whether its turn has come.
@@ -80,9 +79,24 @@ class Turns:
             root: Its place in the group, for the same.
 
         Raises:
+            UsageError: As `take`.
+            Others: As `collective`.
+        """
+
+        def call(end: float) -> Result:
+            return collective(
+                self._health, "device", name, lambda operation: stages(operation, end), nbytes, root
+            )
+
+        return self.take(name, call, timeout_s)
+
+    def take(self, name: str, call: Callable[[float], Result], timeout_s: float) -> Result:
+        """Return `call(end)`, which takes the number of the call `name` and makes it, when its turn has come.
+
+        Raises:
             UsageError: The call is made inside of another one of its thread, or its turn has not come in time. The
                 group is intact, and the call has taken no number.
-            Others: As `collective`.
+            Others: As `call`.
         """
         end = time.monotonic() + timeout_s
         claim = _Claim()
@@ -93,9 +107,7 @@ class Turns:
             if self._claims[0] is not claim:
                 self._await_turn(name, claim, end)
             self._settle()
-            return collective(
-                self._health, "device", name, lambda operation: stages(operation, end), nbytes, root
-            )
+            return call(end)
         finally:
             if claim in self._claims:  # else it was refused before it had a place
                 self._claims.remove(claim)
@@ -163,16 +175,16 @@ class Turns:
     def _settle(self) -> None:
         """Take the numbers of the calls that were refused."""
         while self._refusals:
-            with suppress(
-                IndexError, CommError
-            ):  # another thread has taken it, or the group has come to its end
+            try:
                 reason = self._refusals.popleft()
-                self._health.refusals.tell("device", reason)
-                if self._region is not None:
-                    self._region.refuse(reason)
+            except IndexError:  # another thread has taken it
+                return
+            self._health.refusals.tell(self._health, "device", reason)
+            if self._region is not None:
+                self._region.refuse(reason)
 
 
 # The functions that hold a claim while they run.
-_CLAIMING: Final = frozenset({Turns.make.__code__, Turns.settle_between_calls.__code__})
+_CLAIMING: Final = frozenset({Turns.take.__code__, Turns.settle_between_calls.__code__})
 
 __all__ = ["Turns"]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from coordinator import DisagreementError, GroupBrokenError, GroupCoordinator, ReduceOperation, UsageError
+from device_comm.process_group import ProcessGroupCommunicator
 from tests.harness import RankPool
 from tests.waiting import wait_until
-from tests.worlds import ApartPool, meet, new_group, tell_when_waiting, world
+from tests.worlds import ApartPool, HostsPool, meet, new_group, tell_when_waiting, world
 
 Call = Callable[[GroupCoordinator], Any]
 
@@ -26,8 +27,8 @@ CALLS: dict[str, tuple[Call, Call]] = {
         lambda group: group.all_gather(torch.ones(0, 4), 7),
     ),
     "all_to_all": (
-        lambda group: group.all_to_all(torch.ones(4, 4)),
-        lambda group: group.all_to_all(torch.ones(4, 4), 9),
+        lambda group: group.all_to_all(torch.ones(12, 4)),
+        lambda group: group.all_to_all(torch.ones(12, 4), 9),
     ),
     "dispatch": (
         lambda group: group.dispatch(torch.ones(2, 4), torch.ones(2, 2), torch.ones(2, 2)),
@@ -58,6 +59,18 @@ CALLS: dict[str, tuple[Call, Call]] = {
     "all_gather_object": (
         lambda group: group.all_gather_object({"rank": group.rank}),
         lambda group: group.all_gather_object(lambda: None),
+    ),
+    "create_mq_broadcaster": (
+        lambda group: group.create_mq_broadcaster(0),
+        lambda group: group.create_mq_broadcaster(9),
+    ),
+    "create_single_reader_mq_broadcasters": (
+        lambda group: group.create_single_reader_mq_broadcasters(0),
+        lambda group: group.create_single_reader_mq_broadcasters(9),
+    ),
+    "split_group": (
+        lambda group: group.split_group(color=0).destroy(),  # type: ignore[union-attr]
+        lambda group: group.split_group(color=-7),
     ),
     "all_sum": (lambda group: group.all_sum(2), lambda group: group.all_sum("two")),  # type: ignore[arg-type]
     "async all_reduce": (
@@ -100,6 +113,7 @@ CALLS: dict[str, tuple[Call, Call]] = {
 BETWEEN_HOSTS = [
     *("all_reduce", "async all_reduce", "broadcast", "all_to_all", "gather", "scatter"),
     *("of the group's all_to_all_single: all_to_all_into_output", "dispatch", "barrier", "all_gather_object"),
+    *("create_mq_broadcaster", "create_single_reader_mq_broadcasters", "split_group"),
 ]
 # What must happen soon may take this long on a busy machine.
 SOON_S = 20.0
@@ -315,6 +329,8 @@ def refuse_between_hosts(rank: int, world_size: int, directory: Path, name: str)
         with pytest.raises(UsageError):
             wrong(group)
         assert group.all_gather_object(rank) == [0, 1]
+        # Where the store is out of reach, the headers of the gathers still show it.
+        vars(group._health.refusals)["_store"] = None
         if rank == 1:
             with pytest.raises(UsageError):
                 wrong(group)
@@ -403,6 +419,69 @@ def refuse_together(rank: int, world_size: int, directory: Path, name: str) -> N
             assert rank or (parts is not None and parts.tolist() == [step, step + 1.0])
             sent = group.all_to_all(torch.tensor([10.0 * rank, 10.0 * rank + 1]))
             assert sent.tolist() == [rank, 10.0 + rank]
+
+
+def refuse_over_plain_gloo(rank: int, world_size: int, directory: Path, name: str) -> str:
+    """As `refuse_and_go_on`, in a group whose tensors go over Gloo alone; return the text of the error."""
+    good, wrong = CALLS[name]
+    with (
+        world(rank, world_size, directory) as everyone,
+        GroupCoordinator([everyone.ranks], everyone.local_rank, "gloo", False) as group,
+    ):
+        assert isinstance(group.device_communicator, ProcessGroupCommunicator)
+        good(group)
+        for _ in range(2):
+            with pytest.raises(UsageError):
+                wrong(group)
+        good(group)
+        if rank == 1:
+            wait_until((directory / "waits-0").exists, "the other rank waits")
+            with pytest.raises(UsageError):
+                wrong(group)
+        else:
+            tell_when_waiting(group, directory)
+        with pytest.raises(GroupBrokenError if rank else DisagreementError) as told:
+            good(group)
+        return str(told.value)
+
+
+@pytest.mark.guarantee("D69")
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "two hosts"])
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "reduce_scatter", "broadcast", "gather", "all_to_all", "scatter"]
+)
+def test_over_plain_gloo_a_refused_call_is_not_answered_by_the_next(
+    ranks2: RankPool, name: str, apart: bool
+) -> None:
+    """No message says to which call it belongs; a call that all ranks refuse changes nothing there either."""
+    for text in (ApartPool(ranks2) if apart else ranks2).run(refuse_over_plain_gloo, name):
+        assert f"rank 1 refused {name}: " in text
+
+
+def refuse_one_of_three(rank: int, world_size: int, directory: Path, name: str) -> None:
+    """Let rank 1 refuse a call in which the others wait, one of them later than the other."""
+    good, wrong = CALLS[name]
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        group.barrier()
+        if rank == 1:
+            with pytest.raises(UsageError):
+                wrong(group)
+            meet(rank, range(world_size), directory, "told")
+        else:
+            time.sleep(0.15 * rank)
+            with pytest.raises(DisagreementError, match=f"rank 1 refused {name}: ") as told:
+                good(group)
+            assert list(told.value.views) == [1]
+            meet(rank, range(world_size), directory, "told")
+        with pytest.raises((GroupBrokenError, DisagreementError)):
+            good(group)
+
+
+@pytest.mark.guarantee("D69", "G66")
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "barrier", "all_gather_object", "all_to_all"])
+def test_all_that_wait_between_hosts_raise_alike(ranks3: RankPool, name: str) -> None:
+    """Whoever finds the refusal first breaks the group, and the others still say who has refused the call."""
+    HostsPool(ranks3, ["one", "two", "one"]).run(refuse_one_of_three, name)
 
 
 @pytest.mark.guarantee("D69", "G66")

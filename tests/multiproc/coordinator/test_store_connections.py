@@ -11,25 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap import connections, status_store
-from coordinator.bootstrap.status_store import WorldStatusStore
+from coordinator.bootstrap.blocking_calls import finish_calls
+from coordinator.bootstrap.status_store import ANSWER_S, WorldStatusStore
 from coordinator.groups import ParallelGroups
 from coordinator.parallel_state import init_distributed_environment
+from shm_broadcast.errors import PeerLostError
 from tests.harness import run_ranks
 from tests.multiproc.coordinator.test_rebuild_in_torch_world import served, store_at, torch_world
 from tests.worlds import run_at
 
-# Longer than the status store's usual patience in these tests, and short enough for one of them.
-SLOW_S = 0.5
-PATIENCE_S = 0.1
+# Longer than a status store waits for an answer.
+SLOW_S = ANSWER_S + 0.3
 # What must not matter.
 LONG_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a status store give up early."""
-    monkeypatch.setattr(status_store, "ANSWER_S", PATIENCE_S)
 
 
 def lending(store: dist.Store, after_s: float = 0.0, given_back: list[dist.Store] | None = None) -> Any:
@@ -69,10 +63,23 @@ def test_a_connection_that_does_not_open_in_time_ends_the_questions() -> None:
     """Whoever has waited for it for as long as the creation may take waits for no other answer."""
     asked = WorldStatusStore(dist.HashStore(), 0, (0, 1))
     began = time.monotonic()
-    with asked.own_connection(lending(dist.HashStore(), SLOW_S), PATIENCE_S):
+    with asked.own_connection(lending(dist.HashStore(), 2 * SLOW_S), ANSWER_S):
         assert not asked.is_reachable
         assert asked.left() == ()
+    assert time.monotonic() - began < 2 * SLOW_S
+    finish_calls(LONG_S)
+
+
+def test_a_rank_that_ends_ends_the_wait_for_a_connection() -> None:
+    """The error that names it is raised at once."""
+    asked, gone = WorldStatusStore(dist.HashStore(), 0, (0, 1)), PeerLostError("rank 1 is gone", peers=(1,))
+    began = time.monotonic()
+    lent = asked.own_connection(lending(dist.HashStore(), SLOW_S), LONG_S, mock.Mock(side_effect=gone))
+    with pytest.raises(PeerLostError) as raised, lent:
+        raise AssertionError("the block does not begin")
+    assert raised.value is gone
     assert time.monotonic() - began < SLOW_S
+    finish_calls(LONG_S)
 
 
 def test_a_store_that_is_gone_is_asked_nothing_more() -> None:
@@ -90,15 +97,22 @@ def test_a_store_that_is_gone_is_asked_nothing_more() -> None:
 
 def opens(rank: int, world_size: int, directory: Path, port: int) -> int:
     """Create groups over Gloo, and return how many connections that took."""
-    opened = mock.Mock(side_effect=connections.connection_of_its_own)
-    counted = mock.patch.object(connections, "connection_of_its_own", opened)
+    clone: Any = dist.PrefixStore.clone  # type: ignore[attr-defined]
+    opened = list[dist.Store]()
+
+    def counting(store: dist.Store) -> dist.Store:
+        opened.append(store)
+        cloned: dist.Store = clone(store)
+        return cloned
+
+    counted = mock.patch.object(dist.PrefixStore, "clone", counting)
     with counted, torch_world(store_at(port), rank, world_size):
         init_distributed_environment(world_size, rank, backend="gloo", timeout=30.0)
         with ParallelGroups.from_sizes(tensor_parallel_size=2) as groups:
             total = torch.tensor([rank])
             for group in (groups.world, groups.tp, groups.dp):
                 group.all_reduce(total)
-    return int(opened.call_count)
+    return len(opened)
 
 
 def test_all_groups_over_gloo_share_one_connection_to_the_store() -> None:

@@ -1,13 +1,15 @@
 """With a fake store: what a refusal that no memory carries costs, changes and tells."""
 
+import os
+import signal
 import threading
 import time
 
 import pytest
 
-from device_comm.gloo.refusals import Refusal
+from device_comm.gloo.refusals import Refusal, RefusingPlane
 from device_comm.health import ANNOUNCE_AFTER_S, Operation
-from shm_broadcast.errors import CommTimeoutError, DisagreementError, GroupBrokenError
+from shm_broadcast.errors import CommTimeoutError, DisagreementError, GroupBrokenError, UsageError
 from tests.unit.device_comm.test_health import LONG_S, OPERATION, SOON_S, FakeWork, Group
 
 
@@ -19,6 +21,7 @@ class FakeRefusalStore:
         self.refused: dict[tuple[str, int], Refusal] = {}
         self.counts: dict[int, int] = {}
         self.asked = 0
+        self.is_reachable = True
 
     def refuse(self, plane: str, number: int, count: int, reason: str) -> None:
         self.told.append((plane, number, count, reason))
@@ -30,7 +33,12 @@ class FakeRefusalStore:
     def refusals(self, plane: str) -> dict[int, int]:
         assert plane == "host"
         self.asked += 1
-        return dict(self.counts)
+        return dict(self.counts) if self.is_reachable else {}
+
+
+def refuse(group: Group, plane: str, reason: str) -> None:
+    """Refuse a call, as the gate of a group does."""
+    group.health.refusals.refuse(group.health, plane, reason)
 
 
 @pytest.fixture
@@ -41,19 +49,20 @@ def group() -> Group:
 
 @pytest.fixture
 def store(group: Group) -> FakeRefusalStore:
-    """Return the store that it uses."""
+    """Return the store that it uses for its host plane, whose transport tells no refusals."""
     made = FakeRefusalStore()
     group.health.refusals.use(made)
+    group.health.attach("host", RefusingPlane(group.health, "host"))
     return made
 
 
 @pytest.mark.guarantee("G66")
 def test_a_refused_call_takes_its_number_and_is_told(group: Group, store: FakeRefusalStore) -> None:
-    """Calls of the device plane have numbers of their own, and only its transport tells their refusals."""
-    group.health.refusals.refuse("host", "barrier: wrong")
+    """Calls of the device plane have numbers of their own; nobody is told where nothing carries them."""
+    refuse(group, "host", "barrier: wrong")
     assert group.health.begin("host", "barrier").number == 2
-    group.health.refusals.refuse("host", "barrier: wrong again")
-    group.health.refusals.refuse("device", "all_reduce: wrong")
+    refuse(group, "host", "barrier: wrong again")
+    refuse(group, "device", "all_reduce: wrong")
     assert store.told == [("host", 1, 1, "barrier: wrong"), ("host", 3, 2, "barrier: wrong again")]
     assert group.health.refusals.untold == 2
     assert group.health.begin("device", "all_reduce").number == 1
@@ -62,7 +71,7 @@ def test_a_refused_call_takes_its_number_and_is_told(group: Group, store: FakeRe
 def test_a_refusal_at_the_end_of_a_group_is_no_other_error(group: Group, store: FakeRefusalStore) -> None:
     """The caller raises the refusal itself."""
     group.health.close()
-    group.health.refusals.refuse("host", "barrier: wrong")
+    refuse(group, "host", "barrier: wrong")
     assert not store.told
 
 
@@ -108,7 +117,7 @@ def test_a_call_that_finishes_and_a_transfer_ask_for_no_refusal(
     group.health.wait(OPERATION, FakeWork(0.1), LONG_S)
     transfer = Operation("host", "recv from rank 6", 0)
     group.health.wait(transfer, FakeWork(ANNOUNCE_AFTER_S + 0.2, pending=[6]), LONG_S)
-    group.health.refusals.settle(OPERATION, LONG_S)
+    group.health.refusals.settle(group.health, OPERATION, LONG_S)
     assert not store.asked
 
 
@@ -117,21 +126,21 @@ def test_a_barrier_behind_a_refusal_waits_until_all_have_refused(
     group: Group, store: FakeRefusalStore
 ) -> None:
     """And is held up once: what all have refused is settled."""
-    group.health.refusals.refuse("host", "barrier: wrong")
+    refuse(group, "host", "barrier: wrong")
     store.counts = {5: 1, 6: 2}
 
-    def refuse() -> None:
+    def follow() -> None:
         time.sleep(0.3)
         store.counts[9] = 1
 
-    thread = threading.Thread(target=refuse)
+    thread = threading.Thread(target=follow)
     began = time.monotonic()
     thread.start()
-    group.health.refusals.settle(OPERATION, LONG_S)
+    group.health.refusals.settle(group.health, OPERATION, LONG_S)
     assert time.monotonic() - began >= 0.3
     thread.join()
     asked = store.asked
-    group.health.refusals.settle(OPERATION, LONG_S)
+    group.health.refusals.settle(group.health, OPERATION, LONG_S)
     assert store.asked == asked
 
 
@@ -140,24 +149,45 @@ def test_a_barrier_behind_a_refusal_names_those_who_do_not_refuse(
     group: Group, store: FakeRefusalStore
 ) -> None:
     """They made the call, or do not come."""
-    group.health.refusals.refuse("host", "barrier: wrong")
+    refuse(group, "host", "barrier: wrong")
     store.counts = {5: 1}
     with pytest.raises(CommTimeoutError) as late:
-        group.health.refusals.settle(OPERATION, 0.3)
+        group.health.refusals.settle(group.health, OPERATION, 0.3)
     assert late.value.missing == (6, 9)
 
 
-def test_calls_with_different_numbers_do_not_belong_together(group: Group) -> None:
-    """All ranks see all numbers, and so raise alike."""
-    operation = Operation("device", "all_to_all", 7)
-    group.health.refusals.compare(operation, [7, 7, 7, 7])
-    with pytest.raises(DisagreementError) as told:
-        group.health.refusals.compare(operation, [7, 7, 8, 7])
-    assert told.value.views == {
-        4: "all_to_all #7",
-        5: "all_to_all #7",
-        6: "all_to_all #8",
-        9: "all_to_all #7",
-    }
+@pytest.mark.guarantee("G66")
+def test_a_store_out_of_reach_holds_up_no_barrier(group: Group, store: FakeRefusalStore) -> None:
+    """All may have refused the call, and nobody could tell."""
+    refuse(group, "host", "barrier: wrong")
+    store.is_reachable = False
+    assert group.health.refusals.settle(group.health, OPERATION, LONG_S) > LONG_S - SOON_S
+    group.health.check_usable("barrier")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), UsageError("of a handler")], ids=["Ctrl-C", "its own"]
+)
+def test_an_interrupted_refusal_breaks_the_group(
+    group: Group, store: FakeRefusalStore, error: BaseException
+) -> None:
+    """The others may have been told or not; what has interrupted it arrives."""
+
+    def interrupted(*_: object) -> None:
+        # What a handler raises has its frame in the traceback.
+        old = signal.signal(signal.SIGUSR1, handler)
+        try:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(LONG_S)
+        finally:
+            signal.signal(signal.SIGUSR1, old)
+
+    def handler(*_: object) -> None:
+        raise error
+
+    store.refuse = interrupted  # type: ignore[assignment, method-assign]
+    with pytest.raises(type(error)) as raised:
+        refuse(group, "host", "barrier: wrong")
+    assert raised.value is error
     with pytest.raises(GroupBrokenError):
-        group.health.check_usable("all_to_all")
+        group.health.check_usable("barrier")

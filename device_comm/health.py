@@ -18,7 +18,6 @@ from typing import Final, Protocol
 
 import msgspec
 
-from device_comm.gloo.refusals import Refusals
 from shm_broadcast.errors import (
     ClosedError,
     CommError,
@@ -40,6 +39,7 @@ from shm_broadcast.reports.failure_record import (
     time_out_of,
 )
 from shm_broadcast.reports.log_fields import LogFields, log_fields
+from shm_broadcast.reports.refusals import Refusals
 from shm_broadcast.stacks.attached import ask_members, attach
 from shm_broadcast.status.shown_calls import ShownCalls, StatusLane
 

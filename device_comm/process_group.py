@@ -20,13 +20,13 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from device_comm import checks
 from device_comm.base import CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
-from device_comm.gloo.refusals import RefusingPlane
 from device_comm.handles import Handle, PointToPointHandle, StreamHandle
 from device_comm.health import FOREVER_S, GRACE_S, GroupHealth, Operation
 from device_comm.movable import movable
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import ClosedError, InternalError
+from shm_broadcast.reports.refusals import RefusingPlane
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 

@@ -91,8 +91,7 @@ def create_parts(
     }
     named = {rank for plan in plans for rank in plan.membership.everyone}
     everyone = sorted(named or range(world.size))
-    scopes = [f"group_coordinator/{plan.name}" for plan in plans]
-    stores = [dist.PrefixStore(scope, store) for scope in scopes]
+    stores = [dist.PrefixStore(_scope(plan), store) for plan in plans]
     builders, agreed = list[GroupBuilder](), threading.Event()
     with ExitStack() as offered:
         try:
@@ -103,17 +102,11 @@ def create_parts(
             started = time.perf_counter()
             views = _agree(world, prefix, what, everyone, own, brief, agreed)
             agreement_s = time.perf_counter() - started
-            given = partial(
-                GroupBuilder,
-                world=world,
-                device=device,
-                backend=backend,
-                settings=settings,
-                create_timeout_s=create_timeout_s,
-            )
-            for plan, region, scope, own_store in zip(plans, regions, scopes, stores, strict=True):
+            given = partial(GroupBuilder, world=world, device=device, backend=backend, settings=settings)
+            given = partial(given, create_timeout_s=create_timeout_s)
+            for plan, region, own_store in zip(plans, regions, stores, strict=True):
                 members = views.of(plan.membership.ranks)
-                lend = partial(world.spare_connection().lent, store, scope)
+                lend = partial(world.spare_connection().lent, store, _scope(plan))
                 builders.append(given(plan, region, members, store=own_store, connect_store=lend))
             _join_heartbeats(builders, world, prefix, what, brief)
             _share(builders)
@@ -129,6 +122,11 @@ def create_parts(
                 undo(builders)
                 raise
             raise
+
+
+def _scope(plan: GroupPlan) -> str:
+    """Return what precedes the keys of a group in the store of its world."""
+    return f"group_coordinator/{plan.name}"
 
 
 def _prepare(

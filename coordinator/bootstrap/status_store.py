@@ -15,10 +15,10 @@ import msgspec
 import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store, no_check
-from device_comm.gloo.refusals import Refusal
 from device_comm.health import Arrival, StatusStore
 from shm_broadcast.errors import CommTimeoutError, NativeError
 from shm_broadcast.reports.failure_record import FailureRecord
+from shm_broadcast.reports.refusals import Refusal
 
 # The process that serves the store may be stopped or dead. No query waits longer than this.
 ANSWER_S: Final = 2.0

@@ -21,13 +21,13 @@ from coordinator.host.plane import GatheringHostPlane, isend_with_tensors, refus
 from coordinator.host.process_groups import GlooBackend, abort_gloo
 from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
-from device_comm.gloo.refusals import RefusingPlane
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import as_bytes, backend_timeout, collective, in_stages, is_plain
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, ClosedError
+from shm_broadcast.reports.refusals import RefusingPlane
 
 # Size of the first message of a frame, for which receivers post a buffer; a scheduler's step is far smaller.
 FIRST_BYTES: Final = 64 << 10

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from device_comm.gloo.refusals import Refusal, RefusingPlane
 from device_comm.health import ANNOUNCE_AFTER_S, Operation
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, GroupBrokenError, UsageError
+from shm_broadcast.reports.refusals import Refusal, RefusingPlane
 from tests.unit.device_comm.test_health import LONG_S, OPERATION, SOON_S, FakeWork, Group
 
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from shm_broadcast.errors import CommError, DisagreementError
 from shm_broadcast.interruption import raised_by_handler
-
-if TYPE_CHECKING:
-    from device_comm.health import Arrival, GroupHealth, Operation
 
 __all__ = ["Refusal", "RefusalStore", "Refusals", "RefusingPlane"]
 
@@ -54,6 +51,39 @@ class RefusalStore(Protocol):
         """Return how many calls of `plane` each other rank has refused, by global rank."""
 
 
+class Operation(Protocol):
+    """A call in progress; its number is 0 if it is no collective."""
+
+    @property
+    def plane(self) -> str:
+        """Return the name of its plane."""
+
+    @property
+    def number(self) -> int:
+        """Return its number among the collectives of its plane."""
+
+
+class Health(Protocol):
+    """What is needed of the state of a group; see `GroupHealth` of `device_comm`."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    planes: dict[str, Any]
+    refusals: Refusals
+
+    def where(self, operation: object) -> str:
+        """Return the beginning of an error's text."""
+
+    def begin(self, plane: str, name: str) -> Operation:
+        """Take the number of a collective, or raise why the group cannot be used."""
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """Break the group because of `error`, which was found in the call `what`."""
+
+    def wait(self, operation: Any, work: Any, timeout_s: float | None) -> None:
+        """Wait for `work` in the call `operation`."""
+
+
 class Refusals:
     """The calls that one rank of a group refuses. It holds no reference to the group's health, which holds it."""
 
@@ -76,7 +106,7 @@ class Refusals:
         """Tell ranks through `store` what no memory tells them, from now on."""
         self._store = store
 
-    def refuse(self, health: GroupHealth, plane: str, reason: str) -> None:
+    def refuse(self, health: Health, plane: str, reason: str) -> None:
         """Take the number of a collective of `plane`, "host" or "device", that this rank refuses.
 
         On the ranks that share memory with this one, the call with that number raises `DisagreementError` with
@@ -87,7 +117,7 @@ class Refusals:
             if name in health.planes:
                 health.planes[name].refuse(reason)
 
-    def tell(self, health: GroupHealth, plane: str, reason: str) -> None:
+    def tell(self, health: Health, plane: str, reason: str) -> None:
         """Take the number of a call of `plane` that no memory carries, and tell the others that this rank refuses it.
 
         An exception of a signal handler breaks the group: the others may have been told or not.
@@ -104,7 +134,7 @@ class Refusals:
             health.fail(error, "a refused call")
             raise
 
-    def found(self, health: GroupHealth, operation: Operation) -> DisagreementError | None:
+    def found(self, health: Health, operation: Operation) -> DisagreementError | None:
         """Break the group and return the error to raise if another rank has refused the collective `operation`."""
         if self._store is None or not operation.number or operation.plane not in self._counts:
             return None
@@ -117,7 +147,7 @@ class Refusals:
         health.fail(error, str(operation))
         return error
 
-    def settle(self, health: GroupHealth, operation: Operation, timeout_s: float) -> float:
+    def settle(self, health: Health, operation: Operation, timeout_s: float) -> float:
         """Return what is left of `timeout_s` once all ranks have refused as many calls of a plane as this one.
 
         The collective `operation` of this rank would else answer the refused one of the others. If the store is out of
@@ -136,7 +166,7 @@ class Refusals:
 class RefusingPlane:
     """A plane whose transport tells no refusals; see `Plane`."""
 
-    def __init__(self, health: GroupHealth, plane: str) -> None:
+    def __init__(self, health: Health, plane: str) -> None:
         """Refuse calls of `plane`."""
         self._health = health
         self._plane = plane
@@ -148,7 +178,7 @@ class RefusingPlane:
     def catch_up(self) -> None:
         """Do nothing: no refusal waits."""
 
-    def last_calls(self) -> dict[int, Arrival]:
+    def last_calls(self) -> dict[int, Any]:
         """Return nothing: only the status store knows."""
         return {}
 
@@ -156,7 +186,7 @@ class RefusingPlane:
 class _Settling:
     """The wait until the others have refused what this rank has refused; see `Pollable`."""
 
-    def __init__(self, store: RefusalStore, plane: str, health: GroupHealth, count: int) -> None:
+    def __init__(self, store: RefusalStore, plane: str, health: Health, count: int) -> None:
         self._store = store
         self._plane = plane
         self._others = [rank for rank in health.ranks if rank != health.rank]

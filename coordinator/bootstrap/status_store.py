@@ -112,11 +112,15 @@ class WorldStatusStore:
 
     def arrivals(self, plane: str) -> dict[int, Arrival]:
         """Return where the other ranks wait, as they published it, by global rank."""
+        return self._of_others(f"arrived/{plane}", _arrival_decoder)
 
-        def question() -> dict[int, Arrival]:
-            keys = {rank: f"arrived/{plane}/{rank}" for rank in self._others}
+    def _of_others(self, prefix: str, decoder: msgspec.json.Decoder[Result]) -> dict[int, Result]:
+        """Return what the other ranks have published below `prefix`, by global rank."""
+
+        def question() -> dict[int, Result]:
+            keys = {rank: f"{prefix}/{rank}" for rank in self._others}
             found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
-            return {rank: _arrival_decoder.decode(value) for rank, value in found.items()}
+            return {rank: decoder.decode(value) for rank, value in found.items()}
 
         return self._ask(question, {})
 
@@ -161,13 +165,7 @@ class WorldStatusStore:
 
     def refusals(self, plane: str) -> dict[int, int]:
         """Return how many calls of `plane` each other rank has refused, by global rank."""
-
-        def question() -> dict[int, int]:
-            keys = {rank: f"refusals/{plane}/{rank}" for rank in self._others}
-            found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
-            return {rank: _count_decoder.decode(count) for rank, count in found.items()}
-
-        return self._ask(question, {})
+        return self._of_others(f"refusals/{plane}", _count_decoder)
 
     def release(self) -> None:
         """Let go of torch's store, so that it can end while this object is still referenced."""

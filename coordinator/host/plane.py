@@ -27,9 +27,8 @@ _GATHER_INLINE_BYTES: Final = 4096
 # Longest frame in an all-gather of objects: every rank allocates the longest frame of all, once for each rank.
 _GATHER_LIMIT_BYTES: Final = 1 << 31
 _INTEGER: Final = struct.Struct("<q")
-# What precedes a frame in an all-gather of objects: its length, which of `_GATHERS` its rank has called, and how many
-# calls that rank has refused without the others being told.
-_GATHER_HEADER: Final = struct.Struct("<qqq")
+# What precedes a frame in an all-gather of objects: its length, and which of `_GATHERS` its rank has called.
+_GATHER_HEADER: Final = struct.Struct("<qq")
 _GATHERS: Final = ("all_gather_object", "exchange")
 
 
@@ -142,8 +141,8 @@ class GatheringHostPlane(ABC):
         Raises:
             UsageError: The object cannot be sent, or its frame is too long.
             DecodeError: A rank announced an impossible length; every rank raises this, and the group is intact.
-            DisagreementError: A rank has called `exchange`; every rank raises this, and the group is intact. Or ranks
-                have refused different numbers of calls over Gloo; every rank raises this, and the group is broken.
+            DisagreementError: A rank has called `exchange`; every rank raises this, and the group is intact. Or a rank
+                has refused the call; over Gloo the group is broken then.
         """
         return self._gather_objects("all_gather_object", obj, timeout_s)
 
@@ -171,7 +170,7 @@ class GatheringHostPlane(ABC):
                 f"{name}: the object takes {len(frame)} bytes, at most {_GATHER_LIMIT_BYTES} can be gathered"
             )
         inline = frame[:_GATHER_INLINE_BYTES].ljust(_GATHER_INLINE_BYTES, b"\0")
-        header = _GATHER_HEADER.pack(len(frame), _GATHERS.index(name), self._health.refusals.untold)
+        header = _GATHER_HEADER.pack(len(frame), _GATHERS.index(name))
         # The region knows of one round. Between two of them the other ranks would wait for the second.
         stages = partial(self._gather_frames, name, frame, header + inline, timeout_s)
         return in_stages(self._health, Operation("host", name, 0), stages)
@@ -180,39 +179,22 @@ class GatheringHostPlane(ABC):
         """Bring `first` in the first round, and `frame` in a second one if a frame does not fit into the first."""
         rows = self._all_gather(name, timeout_s, first)
         headers = [_GATHER_HEADER.unpack_from(row) for row in rows]
-        for rank, (length, call, _) in zip(self._health.ranks, headers, strict=True):
+        for rank, (length, call) in zip(self._health.ranks, headers, strict=True):
             # All ranks see the same headers, so no rank waits for a second round.
             if not 0 <= length <= _GATHER_LIMIT_BYTES:
                 raise DecodeError(f"{self._health.where(name)}: rank {rank} announced {length} bytes")
             if not 0 <= call < len(_GATHERS):
                 raise DecodeError(f"{self._health.where(name)}: rank {rank} announced call {call}")
-        self._compare_refusals(name, [refused for _, _, refused in headers])
-        calls = {rank: _GATHERS[call] for rank, (_, call, _) in zip(self._health.ranks, headers, strict=True)}
+        calls = {rank: _GATHERS[call] for rank, (_, call) in zip(self._health.ranks, headers, strict=True)}
         if len(set(calls.values())) > 1:
             listed = "; ".join(f"rank {rank}: {call}" for rank, call in calls.items())
             text = f"{self._health.where(name)}: the ranks made different calls: {listed}"
             raise DisagreementError(text, views=calls)
-        lengths = [int(length) for length, _, _ in headers]
+        lengths = [int(length) for length, _ in headers]
         rows = [row[_GATHER_HEADER.size :] for row in rows]
         if max(lengths) > _GATHER_INLINE_BYTES:
             rows = self._all_gather(name, timeout_s, frame.ljust(max(lengths), b"\0"))
         return [codec.decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
-
-    def _compare_refusals(self, name: str, counts: Sequence[int]) -> None:
-        """Break the group and raise if the ranks have refused different numbers of calls: their calls are not one."""
-        if len(set(counts)) == 1:
-            return
-        views = {
-            rank: f"refused {count} calls" for rank, count in zip(self._health.ranks, counts, strict=True)
-        }
-        listed = "; ".join(f"rank {rank} {what}" for rank, what in views.items())
-        error = DisagreementError(
-            f"{self._health.where(name)}: ranks refused calls that others made, so their calls no longer belong "
-            f"together: {listed}; the group is now unusable, destroy it",
-            views=views,
-        )
-        self._health.fail(error, name)
-        raise error
 
 
 def isend_with_tensors(

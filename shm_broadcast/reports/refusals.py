@@ -97,11 +97,6 @@ class Refusals:
         # A signal handler may refuse a call while this thread holds it.
         self._lock = threading.RLock()
 
-    @property
-    def untold(self) -> int:
-        """Return how many calls of a host plane without shared memory this rank has refused."""
-        return self._counts["host"]
-
     def use(self, store: RefusalStore) -> None:
         """Tell ranks through `store` what no memory tells them, from now on."""
         self._store = store
@@ -150,8 +145,8 @@ class Refusals:
     def settle(self, health: Health, operation: Operation, timeout_s: float) -> float:
         """Return what is left of `timeout_s` once all ranks have refused as many calls of a plane as this one.
 
-        The collective `operation` of this rank would else answer the refused one of the others. If the store is out of
-        reach, it is not waited for. Raises as `GroupHealth.wait`.
+        The collective `operation` of this rank would else answer the refused one of the others. Raises as
+        `GroupHealth.wait`, so `NativeError` if the store is out of reach.
         """
         plane, store = operation.plane, self._store
         count = self._counts[plane]
@@ -198,8 +193,13 @@ class _Settling:
         while True:
             refused = self._store.refusals(self._plane)
             self._behind = [rank for rank in self._others if refused.get(rank, 0) < self._count]
-            if not self._behind or not self._store.is_reachable:
+            if not self._behind:
                 return True
+            if not self._store.is_reachable:
+                raise RuntimeError(
+                    "the world's store, which is out of reach, cannot say whether other ranks have refused what this "
+                    "rank has refused"
+                )
             if time.monotonic() >= end:
                 return False
             time.sleep(_LOOK_S)

@@ -1,14 +1,22 @@
 """With a fake store: what a refusal that no memory carries costs, changes and tells."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 
 from device_comm.health import ANNOUNCE_AFTER_S, Operation
-from shm_broadcast.errors import CommTimeoutError, DisagreementError, GroupBrokenError, UsageError
+from shm_broadcast.errors import (
+    CommTimeoutError,
+    DisagreementError,
+    GroupBrokenError,
+    NativeError,
+    UsageError,
+)
 from shm_broadcast.reports.refusals import Refusal, RefusingPlane
 from tests.unit.device_comm.test_health import LONG_S, OPERATION, SOON_S, FakeWork, Group
 
@@ -64,7 +72,6 @@ def test_a_refused_call_takes_its_number_and_is_told(group: Group, store: FakeRe
     refuse(group, "host", "barrier: wrong again")
     refuse(group, "device", "all_reduce: wrong")
     assert store.told == [("host", 1, 1, "barrier: wrong"), ("host", 3, 2, "barrier: wrong again")]
-    assert group.health.refusals.untold == 2
     assert group.health.begin("device", "all_reduce").number == 1
 
 
@@ -157,12 +164,29 @@ def test_a_barrier_behind_a_refusal_names_those_who_do_not_refuse(
 
 
 @pytest.mark.guarantee("G66")
-def test_a_store_out_of_reach_holds_up_no_barrier(group: Group, store: FakeRefusalStore) -> None:
-    """All may have refused the call, and nobody could tell."""
+def test_a_store_out_of_reach_ends_a_barrier_behind_a_refusal(group: Group, store: FakeRefusalStore) -> None:
+    """Whether others have made the refused call is unknown, and no rank decides that alone."""
     refuse(group, "host", "barrier: wrong")
     store.is_reachable = False
-    assert group.health.refusals.settle(group.health, OPERATION, LONG_S) > LONG_S - SOON_S
-    group.health.check_usable("barrier")
+    began = time.monotonic()
+    with pytest.raises(NativeError, match="the world's store, which is out of reach, cannot say"):
+        group.health.refusals.settle(group.health, OPERATION, LONG_S)
+    assert time.monotonic() - began < SOON_S
+    with pytest.raises(GroupBrokenError):
+        group.health.check_usable("barrier")
+
+
+def test_no_cycle_of_references_keeps_a_group(group: Group, store: FakeRefusalStore) -> None:
+    """Its store would go on listening, and its transports would end in the middle of the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        kept = weakref.ref(group.health)
+        group.health.release()
+        del group.health
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

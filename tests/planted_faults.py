@@ -224,8 +224,11 @@ FAULTS: Final = {
 }
 
 
-def suffer(rank: int, world_size: int, directory: Path, name: str, record: str) -> str:
-    """Make some calls together, then let the fault happen; return the error that this rank raised."""
+def suffer(rank: int, world_size: int, directory: Path, name: str, record: str, longer: float = 1.0) -> str:
+    """Make some calls together, then let the fault happen; return the error that this rank raised.
+
+    A brief fault lasts `longer` times as long as it says.
+    """
     fault = FAULTS[name]
     join_world(rank, world_size, directory, record_dir=record)
     group = get_world_group()
@@ -234,7 +237,7 @@ def suffer(rank: int, world_size: int, directory: Path, name: str, record: str) 
         group.all_reduce(ones())
     if not fault.says_itself:
         Path(f"{record}-begins-{rank}").touch()
-    run = Run(directory, fault.within_s, Path(record))
+    run = Run(directory, fault.within_s * (longer if fault.is_brief else 1.0), Path(record))
     found = outcome_of(lambda: fault.happens(group, rank, run))
     Path(f"{record}-over-{rank}").touch()
     witnesses = [other for other in range(world_size) if other not in fault.dead]

@@ -179,7 +179,7 @@ def bad_in_an_all_gather(rank: int, world_size: int, directory: Path, length: in
     with world(rank, world_size, directory) as group:
         if rank == 1:
             host: Any = group._host
-            host._all_gather("all_gather_object", None, struct.pack("<qqq", length, call, 0) + bytes(4096))
+            host._all_gather("all_gather_object", None, struct.pack("<qq", length, call) + bytes(4096))
             first = "sent"
         else:
             first = outcome_of(lambda: group.all_gather_object(rank))["kind"]

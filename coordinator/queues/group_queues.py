@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -126,7 +126,7 @@ class GroupQueues:
         self._address = address
         self._rank_in_group = health.ranks.index(health.rank)
         self._count = 0
-        self._open: list[QueueWriter | QueueReader] = []
+        self._batches: list[list[QueueWriter | QueueReader]] = []
 
     def broadcast(self, writer: int, external: object = None) -> QueueWriter | QueueReader | UnreadWriter:
         """Create a queue from rank `writer` to all others, or open one from outside of the group.
@@ -172,8 +172,8 @@ class GroupQueues:
 
     def close(self, timeout_s: float) -> None:
         """Close every queue, within about `timeout_s` seconds. Idempotent."""
-        _close(self._open, timeout_s)
-        self._open.clear()
+        _close([end for batch in self._batches for end in batch], timeout_s)
+        self._batches.clear()
 
     # ------------------------------------------------------------------ queues between ranks of the group
 
@@ -197,20 +197,17 @@ class GroupQueues:
         own = self._rank_in_group
         mine: QueueWriter | None = None
         offer = QueueOffer()
-        if own in plan:
-            public = {rank: told[rank].public[own] for rank in far[own]}
-            try:
-                mine = self._offer(plan[own], public)
-                offer = QueueOffer(mine.handle.to_bytes(mine.key), mine.key)
-            except CommError as error:
-                offer = QueueOffer(failure=self._blame(error))
-        with ExitStack() as undo:
-            undo.callback(_close, [mine], _PARTING_S)
+        with self._batch(has_own_writer=True) as batch:
+            if own in plan:
+                public = {rank: told[rank].public[own] for rank in far[own]}
+                try:
+                    batch.append(mine := self._offer(plan[own], public))
+                    offer = QueueOffer(mine.handle.to_bytes(mine.key), mine.key)
+                except CommError as error:
+                    offer = QueueOffer(failure=self._blame(error))
             offers: list[QueueOffer] = self._gather(offer)
             self._agree([each.failure for each in offers])
-            ends = self._open_ends([writer for writer in plan if own in plan[writer]], offers, pairs)
-            undo.pop_all()
-        self._adopt([mine, *ends.values()], has_own_writer=True)
+            ends = self._open_ends([writer for writer in plan if own in plan[writer]], offers, pairs, batch)
         return mine, ends
 
     def _exchange_keys(
@@ -244,29 +241,31 @@ class GroupQueues:
         )
 
     def _open_ends(
-        self, writers: Sequence[int], offers: Sequence[QueueOffer], pairs: Mapping[int, RemoteKeys]
+        self,
+        writers: Sequence[int],
+        offers: Sequence[QueueOffer],
+        pairs: Mapping[int, RemoteKeys],
+        batch: list[QueueWriter | QueueReader],
     ) -> dict[int, QueueReader]:
-        """Open the reading ends of the queues of `writers`. Collective.
+        """Open the reading ends of the queues of `writers`, and append them to `batch`. Collective.
 
-        If any rank fails, all ranks close what they have opened, and raise the same `CapabilityError`; or
-        `PeerLostError` if a rank has ended, after which the group is broken.
+        If any rank fails, all ranks raise the same `CapabilityError`; or `PeerLostError` if a rank has ended, after
+        which the group is broken.
         """
         ends: dict[int, QueueReader] = {}
         failure = ""
         deadline = time.monotonic() + self._create_timeout_s * _OPENING_PART
-        with ExitStack() as undo:
-            try:
-                for writer in writers:
-                    offer, left = offers[writer], max(deadline - time.monotonic(), 0.1)
-                    ends[writer] = QueueReader.open(
-                        offer.handle, offer.key, self._health.rank, left, remote_keys=pairs.get(writer)
-                    )
-                    undo.callback(ends[writer].close)
-            except CommError as error:
-                self._raise_if_ended(error, deadline)
-                failure = self._blame(error)
-            self._agree(self._gather(failure))
-            undo.pop_all()
+        try:
+            for writer in writers:
+                offer, left = offers[writer], max(deadline - time.monotonic(), 0.1)
+                keys = pairs.get(writer)
+                end = QueueReader.open(offer.handle, offer.key, self._health.rank, left, remote_keys=keys)
+                batch.append(end)
+                ends[writer] = end
+        except CommError as error:
+            self._raise_if_ended(error, deadline)
+            failure = self._blame(error)
+        self._agree(self._gather(failure))
         return ends
 
     def _raise_if_ended(self, error: CommError, deadline: float) -> None:
@@ -296,9 +295,8 @@ class GroupQueues:
         if len(givers) < len(infos):
             offer = self._told_by(givers[0], offer)
         pairs = {0: own.remote_keys} if own is not None and own.remote_keys is not None else {}
-        end = self._open_ends([0], [offer], pairs)[0]
-        self._adopt([end], has_own_writer=False)
-        return end
+        with self._batch(has_own_writer=False) as batch:
+            return self._open_ends([0], [offer], pairs, batch)[0]
 
     def _check_external(self, external: object) -> tuple[bytes, str]:
         """Return the digest of the external writer's handle, and what is wrong with it."""
@@ -365,19 +363,31 @@ class GroupQueues:
         if reasons:
             raise kind(f"{self._health.where('create queue')}: {reasons}")
 
-    def _adopt(self, ends: Sequence[QueueWriter | QueueReader | None], *, has_own_writer: bool) -> None:
-        for end in ends:
-            if end is not None:
-                self._open.append(end)
+    @contextmanager
+    def _batch(self, *, has_own_writer: bool) -> Iterator[list[QueueWriter | QueueReader]]:
+        """Give the block a list for the ends that it makes, and guard them behind it; if it raises, close them.
+
+        What a signal handler raises may come at any place. Whatever is in the list, `close` finds, even if a second
+        exception keeps this from closing it.
+        """
+        batch: list[QueueWriter | QueueReader] = []
+        self._batches.append(batch)
+        try:
+            yield batch
+            for end in batch:
                 end.guard(GroupQueueGuard(self._health, has_own_writer=has_own_writer))
                 # When the group breaks, the other ranks must not wait for this rank's next message.
                 self._health.on_abort(partial(_close, [end], _PARTING_S))
+        except BaseException:
+            _close(batch, _PARTING_S)
+            batch.clear()
+            raise
 
 
-def _close(ends: Sequence[QueueWriter | QueueReader | None], timeout_s: float) -> None:
+def _close(ends: Sequence[QueueWriter | QueueReader], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for end in ends:
         if isinstance(end, QueueWriter):
             end.close(max(deadline - time.monotonic(), 0.0))
-        elif end is not None:
+        else:
             end.close()

@@ -1,8 +1,8 @@
 """The general communicator: any torch process group, any dtype, the same bits on every rank.
 
-It needs three things of a backend: an all-gather and an all-to-all of bytes, and point to point. Data moves as
-bytes, so a dtype that the backend does not know moves like any other. Reductions are computed here, in rank order
-(`device_comm.reduction`). `DESIGN.md` states the price under *Cost*.
+It needs three things of a backend: an all-gather and an all-to-all of bytes, and point to point; on the CPU, point to
+point alone. Data moves as bytes, so a dtype that the backend does not know moves like any other. Reductions are
+computed here, in rank order (`device_comm.reduction`). `DESIGN.md` states the price under *Cost*.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, TypeAlias, TypeVar
 
@@ -20,11 +20,12 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from device_comm import checks
 from device_comm.base import CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
+from device_comm.gloo.exchange import exchange
 from device_comm.handles import Handle, PointToPointHandle, StreamHandle
 from device_comm.health import FOREVER_S, GRACE_S, GroupHealth, Operation
 from device_comm.movable import movable
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
+from device_comm.works import PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import ClosedError, InternalError
 from shm_broadcast.reports.refusals import RefusingPlane
 from shm_broadcast.status.kinds import kind_of
@@ -39,6 +40,9 @@ TENSOR_TAG: Final = 16
 # The tag of tensors that a collective moves between two ranks. With `TENSOR_TAG` it could take a tensor that was sent
 # point to point before the collective.
 COLLECTIVE_TAG: Final = 17
+# The tags of exchanges between all ranks. If ranks make different calls by mistake, none may take another's message.
+_GATHER_TAG: Final = 18
+_EXCHANGE_TAG: Final = 19
 
 Result = TypeVar("Result")
 
@@ -447,12 +451,6 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         limit_s = timeout_s or self.context.timeout_s
         return self._health.refusals.settle(self._health, operation, limit_s)
 
-    def _finish(self, operation: Operation, work: dist.Work, timeout_s: float) -> None:
-        if self._on_host:
-            self._health.wait(operation, CollectiveWork(work), timeout_s)
-        else:
-            work.wait()
-
     def _gather_bytes(
         self,
         operation: Operation,
@@ -462,12 +460,17 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     ) -> torch.Tensor:
         """Return every rank's bytes one after the other, in `into` if given; all ranks bring the same number."""
         deadline = self._settled(operation, timeout_s)
+        result = own.new_empty(own.numel() * self.world_size) if into is None else into
+        if self._on_host:
+            rows = dict(enumerate(result.view(self.world_size, own.numel())))
+            rows.pop(self.rank_in_group).copy_(own)
+            self._exchange_parts(operation, dict.fromkeys(rows, own), rows, _GATHER_TAG, deadline)
+            return result
         options = AllgatherOptions()
         options.timeout = backend_timeout(deadline)
-        result = own.new_empty(own.numel() * self.world_size) if into is None else into
         with self._health.transport(operation):
             work = self.process_group._allgather_base(result, own, options)
-        self._finish(operation, work, deadline)
+        work.wait()
         return result
 
     def _exchange(
@@ -484,14 +487,32 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         if not row_bytes:
             return
         deadline = self._settled(operation, timeout_s)
+        to_receive, to_send = ([size * row_bytes for size in sizes] for sizes in (received, sent))
+        if self._on_host:
+            leaving, arriving = (
+                dict(enumerate(as_bytes(memory).split_with_sizes(sizes)))
+                for memory, sizes in ((rows, to_send), (result, to_receive))
+            )
+            arriving.pop(self.rank_in_group).copy_(leaving.pop(self.rank_in_group))
+            self._exchange_parts(operation, leaving, arriving, _EXCHANGE_TAG, deadline)
+            return
         options = dist.AllToAllOptions()
         options.timeout = backend_timeout(deadline)
-        to_receive, to_send = ([size * row_bytes for size in sizes] for sizes in (received, sent))
         with self._health.transport(operation):
             work = self.process_group.alltoall_base(
                 as_bytes(result), as_bytes(rows), to_receive, to_send, options
             )
-        self._finish(operation, work, deadline)
+        work.wait()
+
+    def _exchange_parts(
+        self,
+        operation: Operation,
+        sent: Mapping[int, torch.Tensor],
+        received: Mapping[int, torch.Tensor],
+        tag: int,
+        timeout_s: float,
+    ) -> None:
+        exchange(self.process_group, self.threads, self._health, operation, (sent, received), tag, timeout_s)
 
 
 def _concatenate(stacked: torch.Tensor, dim: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Waiting in slices for the work that torch.distributed has in flight on the CPU.
 
-Gloo runs collectives on its own threads, and `wait` on their works takes a timeout and can be called again. `wait` on
+Gloo runs a barrier on its own threads, and `wait` on its work takes a timeout and can be called again. `wait` on
 a point-to-point work is different: when its timeout passes it closes every connection of the group, and there is no
 way to ask whether the work is complete. Threads of ours wait for these works without limit, the caller polls the
 threads, and `gloo.waits` ends those waits that Gloo forgets when a group breaks.
@@ -35,7 +35,7 @@ _SHORTEST_SLICE_S: Final = 0.001
 
 
 class CollectiveWork:
-    """A collective in flight; see `Pollable`."""
+    """A barrier of Gloo in flight; see `Pollable`."""
 
     def __init__(self, work: dist.Work) -> None:
         """Take over `work`."""
@@ -258,3 +258,18 @@ class PointToPointWorks:
             with self._lock:
                 awaited = self._awaited = tuple(sorted(set(self._peers.values())))
         return awaited
+
+
+class ExchangeWorks:
+    """The sends and receives of a collective in flight; see `Pollable`."""
+
+    def __init__(self, threads: WaiterThreads, works: Sequence[tuple[int, dist.Work]], keep: object) -> None:
+        """Start to wait; the arguments are those of `PointToPointWorks`."""
+        self._transfers = PointToPointWorks(threads, works, keep)
+
+    def poll(self, slice_s: float) -> bool:
+        """Wait for up to `slice_s` seconds."""
+        return self._transfers.poll(slice_s)
+
+    def pending(self) -> None:
+        """Return nothing: a rank that is awaited may be in another call, which only the status store can tell."""

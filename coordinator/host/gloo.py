@@ -14,13 +14,13 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 
 from coordinator.host.frame_turns import FrameTurns
 from coordinator.host.plane import GatheringHostPlane, isend_with_tensors, refuse_any
 from coordinator.host.process_groups import GlooBackend, abort_gloo
-from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG
+from coordinator.host.tags import ALL_GATHER_TAG, BROADCAST_TAG, BROADCAST_TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
+from device_comm.gloo.exchange import exchange
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import as_bytes, backend_timeout, collective, in_stages, is_plain
@@ -117,17 +117,15 @@ class GlooHostPlane(GatheringHostPlane):
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         limit_s = timeout_s or self._timeout_s
-        options = AllgatherOptions()
-        options.timeout = backend_timeout(limit_s)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         result = bytearray(len(data) * len(self._ranks))
-        into = torch.frombuffer(result, dtype=torch.uint8)
+        into = torch.frombuffer(result, dtype=torch.uint8).view(-1, len(data))
+        into[self._rank] = own
+        parts = dict.fromkeys(self._others, own), {rank: into[rank] for rank in self._others}
 
         def stages(operation: Operation) -> None:
             left_s = self._health.refusals.settle(self._health, operation, limit_s)
-            with self._health.transport(operation):
-                work = self._backend._allgather_base(into, own, options)
-            self._health.wait(operation, CollectiveWork(work), left_s)
+            exchange(self._backend, self._threads, self._health, operation, parts, ALL_GATHER_TAG, left_s)
 
         collective(self._health, "host", name, stages, len(data))
         rows = memoryview(result)

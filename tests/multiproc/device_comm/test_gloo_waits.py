@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -121,6 +122,57 @@ def test_a_group_that_breaks_while_a_message_is_copied_leaves_nothing(ranks2: Ra
     """No thread waits for the rest of the message, and no memory or connection is kept."""
     found = ApartPool(ranks2).run(broken_in_a_copy, struck, timeout_s=240.0)[1]
     assert any(found)
+
+
+def call(group: GroupCoordinator, *arguments: Any) -> None:
+    """Exchange; raise also if that is over before the strike."""
+    group.all_to_all_single(*arguments)
+    group.barrier()
+
+
+def broken_in_a_collective(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Let a rank's handler raise while it receives a long part; return how long it takes to let the group go."""
+    with world(rank, world_size, directory) as everyone:
+        group = new_group(everyone, timeout_s=HANG_S)
+        pids = everyone.all_gather_object(os.getpid())
+        # The receiver sends next to nothing: a part that it still sends would be told of the end, and end the call.
+        parts = ([1, LONG], [1, 1]) if rank == 0 else ([1, 1], [LONG, 1])
+        result, own = torch.zeros(sum(parts[0])), torch.full((sum(parts[1]),), SENT)
+        was_copied: list[bool] = []
+
+        def strike_in_the_copy() -> None:
+            while result[1] != SENT:
+                pass
+            os.kill(pids[1], signal.SIGSTOP)
+            was_copied.append(bool(result[-1] == SENT))
+            os.kill(pids[0], signal.SIGALRM)
+
+        with alarm(HANG_S, strikes):  # this sets the handler; the signal comes earlier
+            everyone.barrier()
+            watch = threading.Thread(target=strike_in_the_copy)
+            if rank == 0:
+                watch.start()
+            with pytest.raises((Interrupt, CommError)):
+                call(group, result, own, *parts)
+            if rank == 0:
+                watch.join()
+        start = time.monotonic()
+        group.destroy()
+        del group
+        gc.collect()
+        took_s = time.monotonic() - start
+        if rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+        meet(rank, range(world_size), directory, "end")
+    return [took_s, was_copied]
+
+
+@pytest.mark.guarantee("G9")
+def test_a_group_that_breaks_in_a_collective_is_let_go_at_once(ranks2: RankPool) -> None:
+    """Its end does not wait for the rest of the part that was being copied, which never comes."""
+    took_s, was_copied = ApartPool(ranks2).run(broken_in_a_collective, timeout_s=2 * HANG_S)[0]
+    assert was_copied == [False]
+    assert took_s < DEADLINE_S
 
 
 SENDS: dict[str, tuple[type, str, Callable[[GroupCoordinator, torch.Tensor], object]]] = {

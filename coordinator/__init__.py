@@ -60,10 +60,10 @@ from device_comm.all2all import DispatchForm, ExpertPlacement, RoutedTokens
 from device_comm.async_calls import CallHandle
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.derived_reductions import BitwiseOperation, PremulSum, Reduction, premul_sum
+from device_comm.fused.rms_norm import rms_norm
 from device_comm.handles import Handle
 from device_comm.reduction import ReduceOperation
 from device_comm.registry import register_communicator
-from device_comm.rms_norm import rms_norm
 from shm_broadcast.codec import CarriedError, register_package, register_type
 
 __all__ = [

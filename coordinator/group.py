@@ -40,9 +40,13 @@ from coordinator.queues.store_exchange import exchange_of
 from coordinator.settings import CoordinatorSettings, permitted
 from coordinator.torch_interop import process_group
 from device_comm import base, checks
+from device_comm.health import Operation
+from device_comm.stages import in_stages
 from shm_broadcast.errors import UsageError
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+_ENABLING: Final = Operation("host", "enable_broadcaster", 0)
 
 
 class GroupCoordinator(ScalarCollectives, PointToPoint):
@@ -52,8 +56,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     The constructor blocks until all ranks have joined and agree, for at most the settings' `create_timeout_s`.
 
     Threads may take turns: a collective call of a second thread waits, within its own deadline, until the
-    call of the first thread is done. Calls that Gloo carries between hosts do not wait for each other; their
-    callers must keep them apart. Any thread may call `destroy`, which wakes a call that waits. A forked child
+    call of the first thread is done. Any thread may call `destroy`, which wakes a call that waits. A forked child
     cannot use its copy: every call raises `UsageError`.
 
     Attributes:
@@ -378,10 +381,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         """
         with self._calls.call("create_mq_broadcaster", plane="host"):
             writer = checks.check_rank(writer_rank, self.world_size, "writer_rank")
-            end = self._queues.broadcast(writer, external_writer_handle)
-            if blocking:
-                self._host.barrier()
-            return end
+            return self._queues.broadcast(writer, external_writer_handle, is_blocking=blocking)
 
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
@@ -402,10 +402,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         """
         with self._calls.call("create_single_reader_mq_broadcasters", plane="host"):
             reader = checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
-            ends = self._queues.gather(reader)
-            if blocking:
-                self._host.barrier()
-            return ends
+            return self._queues.gather(reader, is_blocking=blocking)
 
     def enable_broadcaster(self, writer_rank: int = 0) -> None:
         """Create `mq_broadcaster`, and from now on send through it what rank `writer_rank` broadcasts. Collective.
@@ -416,12 +413,17 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self._calls.enter("enable_broadcaster", in_line=False)
         if self.world_size == 1 or self._broadcaster is not None:
             return
-        started = time.perf_counter()
-        self.mq_broadcaster = GroupCoordinator.create_mq_broadcaster(self, writer_rank)
-        self.creation = self.creation.plus(queue=time.perf_counter() - started)
-        self._adopt_queue(
-            Broadcaster(self.mq_broadcaster, writer_rank, self._health, self.settings.timeout_s)
-        )
+
+        def stages() -> None:
+            started = time.perf_counter()
+            self.mq_broadcaster = GroupCoordinator.create_mq_broadcaster(self, writer_rank)
+            self.creation = self.creation.plus(queue=time.perf_counter() - started)
+            self._adopt_queue(
+                Broadcaster(self.mq_broadcaster, writer_rank, self._health, self.settings.timeout_s)
+            )
+
+        # Once the others have the queue, this rank must broadcast through it too, or break the group.
+        in_stages(self._health, _ENABLING, stages)
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> dist.ProcessGroup:
         """Create another process group of this group's ranks and backend. Collective.

@@ -17,15 +17,17 @@ from typing import Any, ClassVar, cast, overload
 import torch
 import torch.distributed as dist
 
-from device_comm import checks, rms_norm
+from device_comm import checks
 from device_comm.async_calls import Aside
 from device_comm.experts.exchange import ExpertExchange
+from device_comm.fused import rms_norm
 from device_comm.fused.forms import FusedForms
 from device_comm.handles import Handle
-from device_comm.health import GroupHealth
+from device_comm.health import GroupHealth, Operation
 from device_comm.movable import movable, movable_dtype, restored
 from device_comm.outputs import SUM, OutputForms, Sizes, Timeout
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order, reduce_operation
+from device_comm.stages import in_stages
 from shm_broadcast.errors import UsageError
 
 
@@ -272,8 +274,13 @@ class DeviceCommunicator(OutputForms, FusedForms):
             at = checks.check_dim(dim, tensor)
             if counts is not None:
                 checks.check_own_size(tensor, at, counts, self.rank_in_group)
-        results = [self._concatenated(tensor, dim, counts, timeout_s) for tensor in tensors]
-        return results[0] if isinstance(input_, torch.Tensor) else results
+        if isinstance(input_, torch.Tensor):
+            return self._concatenated(input_, dim, counts, timeout_s)
+
+        def stages() -> list[torch.Tensor]:
+            return [self._concatenated(tensor, dim, counts, timeout_s) for tensor in tensors]
+
+        return in_stages(self.context.health, Operation("device", "all_gatherv", 0), stages)
 
     def _concatenated(
         self, tensor: torch.Tensor, dim: int, sizes: Sizes | None, timeout_s: Timeout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -11,7 +11,9 @@ import torch
 from device_comm import checks
 from device_comm.base import SUM, DeviceCommunicator
 from device_comm.derived_reductions import Reduction, reducer
+from device_comm.health import Operation
 from device_comm.process_group import as_bytes, dense
+from device_comm.stages import in_stages
 
 # The bytes of each tensor start at a multiple of this, so that they can be viewed as any dtype.
 _ALIGNMENT: Final = 16
@@ -39,11 +41,25 @@ def checked(
     return found
 
 
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+def _for_each_dtype(
+    there: DeviceCommunicator,
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    call: Callable[[list[int]], None],
+) -> None:
+    """Make a collective for the places of each dtype among `tensors`; together they are the call `name`."""
     places: dict[torch.dtype, list[int]] = {}
     for at, tensor in enumerate(tensors):
         places.setdefault(tensor.dtype, []).append(at)
-    return places
+
+    def stages() -> None:
+        for each in places.values():
+            call(each)
+
+    if len(places) == 1:
+        stages()
+    else:
+        in_stages(there.context.health, Operation("device", name, 0), stages)
 
 
 def all_reduce(
@@ -57,13 +73,16 @@ def all_reduce(
     results = checked(there, tensors, "all_reduce")
     if there.world_size == 1:
         return results
-    for places in _by_dtype(results).values():
+
+    def reduce(places: list[int]) -> None:
         flat = torch.cat([dense(results[at]).view(-1) for at in places])
         # The communicator or the reducer checks the operation.
         whole = reducer(op, there).all_reduce(flat, op, timeout_s=timeout_s)
         parts = torch.split(whole, [results[at].numel() for at in places])
         for at, part in zip(places, parts, strict=True):
             results[at] = part.view(results[at].shape)
+
+    _for_each_dtype(there, "all_reduce_coalesced", results, reduce)
     return results
 
 
@@ -108,7 +127,8 @@ def reduce_scatter(
     results, size = checked(there, tensors, "reduce_scatter", dim), there.world_size
     if size == 1:
         return results
-    for places in _by_dtype(results).values():
+
+    def reduce(places: list[int]) -> None:
         rows, shapes = [], []
         for at in places:
             source = results[at].detach()
@@ -122,4 +142,6 @@ def reduce_scatter(
         own_parts = torch.split(own.view(-1), [math.prod(shape) for shape in shapes])
         for at, part, shape in zip(places, own_parts, shapes, strict=True):
             results[at] = part.view(shape)
+
+    _for_each_dtype(there, "reduce_scatter_coalesced", results, reduce)
     return results

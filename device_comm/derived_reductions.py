@@ -19,7 +19,9 @@ import torch.distributed as dist
 from device_comm import checks
 from device_comm.base import SUM, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import Handle
+from device_comm.health import Operation
 from device_comm.reduction import ReduceOperation, accumulation_dtype
+from device_comm.stages import in_stages
 from shm_broadcast.errors import UsageError
 
 # Up to this size every rank gets everything; beyond it each combines a share, and the shares are gathered.
@@ -231,8 +233,12 @@ class _Bitwise(_Derived):
             return self._fold(rows).view(input_.shape)
         share = -(-flat.numel() // size)
         padded = torch.nn.functional.pad(flat, (0, share * size - flat.numel()))
-        own = self._reduce_scatter(padded, 0, (share,) * size, op, timeout_s)
-        shares = self._all_gather(own, 0, (share,) * size, timeout_s)
+
+        def stages() -> torch.Tensor:
+            own = self._reduce_scatter(padded, 0, (share,) * size, op, timeout_s)
+            return self._all_gather(own, 0, (share,) * size, timeout_s)
+
+        shares = in_stages(self.context.health, Operation("device", "all_reduce", 0), stages)
         return shares[: flat.numel()].view(input_.shape)
 
     def _reduce(

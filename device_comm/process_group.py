@@ -22,14 +22,13 @@ from device_comm import checks
 from device_comm.base import CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.gloo.exchange import exchange
 from device_comm.handles import Handle, PointToPointHandle, StreamHandle
-from device_comm.health import FOREVER_S, GRACE_S, GroupHealth, Operation
+from device_comm.health import FOREVER_S, GRACE_S, Operation
 from device_comm.movable import movable
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
+from device_comm.stages import Turns, collective, in_stages, until
 from device_comm.works import PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import ClosedError, InternalError
-from shm_broadcast.reports.refusals import RefusingPlane
-from shm_broadcast.status.kinds import kind_of
-from shm_broadcast.status.layout import DONE, FAILED, NOBODY
+from shm_broadcast.status.layout import NOBODY
 
 # Up to this many bytes per rank an all-reduce is one all-gather and a local sum: one round trip instead
 # of two. Gloo on one host, 2 ranks, medians: 8 KB 390 against 620 us; they meet between 64 and 256 KB.
@@ -88,52 +87,6 @@ def backend_timeout(timeout_s: float | None) -> timedelta:
     return timedelta(seconds=FOREVER_S if timeout_s is None else min(timeout_s + BACKEND_MARGIN_S, FOREVER_S))
 
 
-def in_stages(health: GroupHealth, operation: Operation, stages: Callable[[], Result]) -> Result:
-    """Return `stages()`, all stages of a call. What is raised in it breaks the group, except for the call's own errors.
-
-    A process group does not know which of its operations belong to one call: behind a stage that was left out, the next
-    operation of this rank would meet the next stage of the others. Calls over shared memory have numbers instead.
-
-    This is no context manager: a signal handler could raise at the beginning of its `__exit__`, where a handle is lost
-    or a second exception leaves the call unmarked.
-    """
-    try:
-        return stages()
-    except BaseException as error:
-        health.left = operation, error
-        health.left_halfway(operation, error)
-        raise
-
-
-def collective(
-    health: GroupHealth,
-    plane: str,
-    name: str,
-    stages: Callable[[Operation], Result],
-    nbytes: int = 0,
-    root: int = NOBODY,
-) -> Result:
-    """Begin a collective and return `stages(operation)`, as `in_stages`. Raises as `GroupHealth.begin`.
-
-    `nbytes` is what this rank brings and `root` a place in the group; the status page shows both.
-    """
-    # Used if a handler raises inside of `begin`, when the call may have taken its number already.
-    operation = Operation(plane, name, 0)
-    lane = health.shown.lanes[plane]
-    try:
-        operation = health.begin(plane, name, lane)
-        lane.begin(kind_of(name), operation.number, nbytes, root)
-        result = stages(operation)
-        lane.end(DONE)
-    except BaseException as error:
-        health.left = operation, error
-        health.left_halfway(operation, error)
-        if operation.number:
-            lane.end(FAILED)
-        raise
-    return result
-
-
 class ProcessGroupCommunicator(DeviceCommunicator):
     """Collectives over a torch process group; on accelerators the results are queued on the stream."""
 
@@ -147,9 +100,9 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self._health = context.health
         self._on_host = self.device.type == "cpu"
         self.threads: WaiterThreads = WaiterThreads(context.name)
-        if self._on_host:
-            # A communicator in two levels, which uses this one for some calls, has its own way to refuse.
-            self._health.attach("device", RefusingPlane(self._health, "device"))
+        # The calls of an accelerator only queue work. A communicator in two levels, which uses this one for some calls,
+        # has turns of its own.
+        self._turns = Turns(self._health, "device") if self._on_host else None
 
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
         """Return how a call is carried; on the CPU also why nothing faster carries it."""
@@ -182,8 +135,27 @@ class ProcessGroupCommunicator(DeviceCommunicator):
 
     # ------------------------------------------------------------------ collectives
 
+    def _collective(
+        self,
+        name: str,
+        stages: Callable[[Operation, Timeout], Result],
+        timeout_s: Timeout,
+        nbytes: int,
+        root: int = NOBODY,
+    ) -> Result:
+        """Make a collective in its turn; `stages` gets what is left of the deadline."""
+        if self._turns is None:
+            return collective(
+                self._health, "device", name, lambda operation: stages(operation, timeout_s), nbytes, root
+            )
+
+        limit_s = timeout_s or self.context.timeout_s
+        return self._turns.make(
+            name, lambda operation, end: stages(operation, until(end)), limit_s, nbytes, root
+        )
+
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
-        def stages(operation: Operation) -> torch.Tensor:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor:
             source = dense(input_)
             if source.numel() == 0:
                 return torch.empty_like(source)
@@ -199,12 +171,12 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             gathered = self._gather_bytes(operation, as_bytes(own), timeout_s)
             return gathered.view(source.dtype)[: flat.numel()].view(source.shape)
 
-        return collective(self._health, "device", "all_reduce", stages, input_.nbytes)
+        return self._collective("all_reduce", stages, timeout_s, input_.nbytes)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor | None:
-        def stages(operation: Operation) -> torch.Tensor | None:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor | None:
             source = dense(input_)
             if source.nbytes <= ONE_SHOT_BYTES or self.world_size == 2:
                 # The root combines what it gathers: one transfer instead of an exchange and a transfer.
@@ -222,7 +194,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             self._transfer(operation, self.process_group.recv, shares, timeout_s)
             return result.view(source.shape)
 
-        return collective(self._health, "device", "reduce", stages, input_.nbytes, dst)
+        return self._collective("reduce", stages, timeout_s, input_.nbytes, dst)
 
     def _shares(self, elements: int) -> list[int]:
         """Return how many elements of a flat tensor each rank combines; no rank has more than the first."""
@@ -232,11 +204,11 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def _reduce_scatter(
         self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
-        def stages(operation: Operation) -> torch.Tensor:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor:
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
             return self._combine(operation, rows, sizes, op, timeout_s).movedim(0, dim).contiguous()
 
-        return collective(self._health, "device", "reduce_scatter", stages, input_.nbytes)
+        return self._collective("reduce_scatter", stages, timeout_s, input_.nbytes)
 
     def _combine(
         self,
@@ -261,13 +233,13 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             super()._all_gather_into(output, input_, dim, sizes, timeout_s)
             return
 
-        def stages(operation: Operation) -> None:
+        def stages(operation: Operation, timeout_s: Timeout) -> None:
             self._gather_bytes(operation, as_bytes(dense(input_)), timeout_s, as_bytes(output))
 
-        collective(self._health, "device", "all_gather", stages, input_.nbytes)
+        self._collective("all_gather", stages, timeout_s, input_.nbytes)
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
-        def stages(operation: Operation) -> torch.Tensor:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor:
             source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
             shapes = [(*source.shape[:dim], size, *source.shape[dim + 1 :]) for size in sizes]
             if all(0 in shape for shape in shapes):
@@ -282,15 +254,15 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             parts = [row[: math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
             return torch.cat(parts, dim)
 
-        return collective(self._health, "device", "all_gather", stages, input_.nbytes)
+        return self._collective("all_gather", stages, timeout_s, input_.nbytes)
 
     def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: Timeout) -> torch.Tensor | None:
-        def stages(operation: Operation) -> torch.Tensor | None:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor | None:
             source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
             parts = self._gather_parts(operation, source, dst, timeout_s)
             return None if parts is None else _concatenate(parts, dim)
 
-        return collective(self._health, "device", "gather", stages, input_.nbytes, dst)
+        return self._collective("gather", stages, timeout_s, input_.nbytes, dst)
 
     def _gather_parts(
         self, operation: Operation, source: torch.Tensor, dst: int, timeout_s: Timeout
@@ -314,7 +286,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         sizes: tuple[int, ...],
         timeout_s: float | None,
     ) -> None:
-        def stages(operation: Operation) -> None:
+        def stages(operation: Operation, timeout_s: Timeout) -> None:
             if input_ is None:
                 self._receive(operation, output, src, timeout_s or self.context.timeout_s).wait()
                 return
@@ -324,19 +296,19 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             output.detach().copy_(parts[src].reshape(output.shape))
             self._transfer(operation, self.process_group.send, others, timeout_s)
 
-        collective(self._health, "device", "scatter", stages, output.nbytes, src)
+        self._collective("scatter", stages, timeout_s, output.nbytes, src)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
-        def stages(operation: Operation) -> torch.Tensor:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor:
             self._compare_sizes(operation, send_sizes, recv_sizes, timeout_s)
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
             result = rows.new_empty((sum(recv_sizes), *rows.shape[1:]))
             self._exchange(operation, rows, result, send_sizes, recv_sizes, timeout_s)
             return result.movedim(0, dim).contiguous()
 
-        return collective(self._health, "device", "all_to_all", stages, input_.nbytes)
+        return self._collective("all_to_all", stages, timeout_s, input_.nbytes)
 
     def _all_to_all_into(
         self,
@@ -351,12 +323,12 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             super()._all_to_all_into(output, input_, dim, send_sizes, recv_sizes, timeout_s)
             return
 
-        def stages(operation: Operation) -> None:
+        def stages(operation: Operation, timeout_s: Timeout) -> None:
             self._compare_sizes(operation, send_sizes, recv_sizes, timeout_s)
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_)
             self._exchange(operation, rows, output, send_sizes, recv_sizes, timeout_s)
 
-        collective(self._health, "device", "all_to_all", stages, input_.nbytes)
+        self._collective("all_to_all", stages, timeout_s, input_.nbytes)
 
     def _compare_sizes(
         self, operation: Operation, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
@@ -370,7 +342,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, table)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
-        def stages(operation: Operation) -> torch.Tensor:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor:
             if self.rank_in_group == src:
                 source = dense(tensor)
                 others = {rank: source for rank in range(self.world_size) if rank != src}
@@ -379,7 +351,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
                 self._receive(operation, tensor, src, timeout_s or self.context.timeout_s).wait()
             return tensor
 
-        return collective(self._health, "device", "broadcast", stages, tensor.nbytes, src)
+        return self._collective("broadcast", stages, timeout_s, tensor.nbytes, src)
 
     # ------------------------------------------------------------------ point to point
 
@@ -432,9 +404,10 @@ class ProcessGroupCommunicator(DeviceCommunicator):
                 for peer, tensor in tensors.items():
                     if tensor.numel():
                         works.append((self.context.ranks[peer], post([as_bytes(tensor)], peer, tag)))
-            if not self._on_host:
-                return StreamHandle(self._health, operation, works, tensors, landing)
-            transfer = PointToPointWorks(self.threads, works, tensors, unfinished)
+                if not self._on_host:
+                    return StreamHandle(self._health, operation, works, tensors, landing)
+                # Here too, since the system may have no thread to give.
+                transfer = PointToPointWorks(self.threads, works, tensors, unfinished)
             return PointToPointHandle(self._health, operation, transfer, limit_s, landing)
 
         return in_stages(self._health, operation, stages)

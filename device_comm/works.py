@@ -156,8 +156,8 @@ class WaiterThreads:
 class PointToPointWorks:
     """Sends and receives in flight, with the peer of each; see `Pollable`.
 
-    One thread waits for them in order. Once a slice has passed, each of the others gets a thread of its own, so that
-    `pending` is exact when an error must name the ranks at fault.
+    One thread waits for them in order. If `pending` must be exact when an error names the ranks at fault, each of the
+    others gets a thread of its own once a slice has passed.
     """
 
     def __init__(
@@ -166,6 +166,8 @@ class PointToPointWorks:
         works: Sequence[tuple[int, dist.Work]],
         keep: object,
         unfinished: set[object] | None = None,
+        *,
+        is_exact: bool = True,
     ) -> None:
         """Start to wait.
 
@@ -174,6 +176,7 @@ class PointToPointWorks:
             works: Pairs (global rank of the peer, work).
             keep: The memory that the transport reads or writes, kept until all works are done.
             unfinished: Holds this object until then.
+            is_exact: Whether `pending` must be exact, which takes a thread for each work that has to wait.
         """
         self._threads = threads
         self._todo = deque(enumerate(works))
@@ -185,7 +188,7 @@ class PointToPointWorks:
         self._unfinished: set[object] = set() if unfinished is None else unfinished
         self._lock = threading.Lock()
         self._done = threading.Lock()
-        self._spread = len(works) < 2
+        self._spread = len(works) < 2 or not is_exact
         if works:
             self._done.acquire()
             self._unfinished.add(self)
@@ -265,7 +268,7 @@ class ExchangeWorks:
 
     def __init__(self, threads: WaiterThreads, works: Sequence[tuple[int, dist.Work]], keep: object) -> None:
         """Start to wait; the arguments are those of `PointToPointWorks`."""
-        self._transfers = PointToPointWorks(threads, works, keep)
+        self._transfers = PointToPointWorks(threads, works, keep, is_exact=False)
 
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds."""

@@ -76,7 +76,7 @@ def open_connections(
 def _target(told: bytes, partner: int, where: str) -> Target:
     try:
         endpoint = _decoder.decode(told)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise NativeError(
             f"{where}: rank {partner} of the group told no address for its connections: {error}",
             library="torch.distributed",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from coordinator.bootstrap.blocking_calls import ask_store, no_check
 from device_comm.health import Arrival, StatusStore
 from shm_broadcast.errors import CommTimeoutError, NativeError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.reports.failure_record import FailureRecord
 from shm_broadcast.reports.refusals import Refusal
 
@@ -80,7 +81,9 @@ class WorldStatusStore:
         except CommTimeoutError:
             if within_s >= ANSWER_S:
                 self._reachable = False
-        except (NativeError, msgspec.MsgspecError):
+        except (NativeError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if raised_by_handler(error):
+                raise
             # The store is gone, or holds a value that is none of ours: the caller continues with what it knows itself.
             self._reachable = False
         return otherwise

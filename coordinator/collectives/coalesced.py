@@ -19,6 +19,8 @@ from device_comm import coalesced
 from device_comm.async_calls import CallHandle
 from device_comm.base import SUM
 from device_comm.derived_reductions import Reduction
+from device_comm.health import Operation
+from device_comm.stages import in_stages
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout
 
@@ -129,11 +131,15 @@ class CoalescedCollectives(GroupPlanes):
         self._calls.enter("coalescing", in_line=False)
         calls = Coalescing()
         yield calls
-        for method, args, waiting in calls.runs():
-            tensors = [each.tensor for each in waiting]
-            results = getattr(self, f"{method}_coalesced")(tensors, *args, timeout_s=timeout_s)
-            for each, result in zip(waiting, results, strict=True):
-                each.value = result
+
+        def stages() -> None:
+            for method, args, waiting in calls.runs():
+                tensors = [each.tensor for each in waiting]
+                results = getattr(self, f"{method}_coalesced")(tensors, *args, timeout_s=timeout_s)
+                for each, result in zip(waiting, results, strict=True):
+                    each.value = result
+
+        in_stages(self._health, Operation("device", "coalescing", 0), stages)
 
 
 @dataclasses.dataclass(eq=False)

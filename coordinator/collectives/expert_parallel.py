@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import torch
 
@@ -15,7 +15,12 @@ from coordinator.planes import GroupPlanes
 from device_comm import all2all, checks
 from device_comm.all2all import Choice, DispatchForm, ExpertPlacement, RoutedTokens
 from device_comm.base import DeviceCommunicator
+from device_comm.health import Operation
+from device_comm.stages import in_stages
 from shm_broadcast.errors import UsageError
+
+# What a signal handler ends between the exchange of the counts and the last row.
+_DISPATCH: Final = Operation("device", "dispatch", 0)
 
 
 class TokenRouting:
@@ -60,10 +65,14 @@ class TokenRouting:
                 )
         if self._world_size > 1:
             refuse_lost_gradient("dispatch", tensors, self._world_size)
-        counts = self._counts(hidden_states.shape[0])
-        gathered = self._communicator.all_gatherv(tensors, 0, counts)
-        self._dispatched = counts
-        return gathered
+
+        def stages() -> list[torch.Tensor]:
+            counts = self._counts(hidden_states.shape[0])
+            gathered = self._communicator.all_gatherv(tensors, 0, counts)
+            self._dispatched = counts
+            return gathered
+
+        return in_stages(self._communicator.context.health, _DISPATCH, stages)
 
     def combine(
         self,
@@ -131,6 +140,27 @@ class TokenRouting:
             raise UsageError(
                 "dispatch: an all-to-all can be captured with a stated capacity or max_rows only"
             )
+
+        def stages() -> RoutedTokens:
+            return self._moved(*tensors, placement, capacity, form, max_rows, is_captured=is_captured)
+
+        return in_stages(self._communicator.context.health, _DISPATCH, stages)
+
+    def _moved(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        extra_tensors: list[torch.Tensor],
+        placement: ExpertPlacement,
+        capacity: int | None,
+        form: DispatchForm | None,
+        max_rows: int | None,
+        *,
+        is_captured: bool,
+    ) -> RoutedTokens:
+        """Exchange the counts of tokens unless they are stated, choose a form, and move the rows."""
+        is_static = is_captured or capacity is not None or max_rows is not None
         counts = self._counts(hidden_states.shape[0])
         if max_rows is not None:
             choice = Choice(DispatchForm.ALL_TO_ALL, f"at most {max_rows} rows for a rank, without gaps")
@@ -144,6 +174,7 @@ class TokenRouting:
             choice = all2all.choose_form(
                 counts, topk_ids.shape[1], capacity, is_static=is_static, is_carried=is_carried
             )
+        tensors = hidden_states, topk_ids, topk_weights, extra_tensors
         return all2all.dispatch(
             *(self._communicator, *tensors, placement, counts, choice, capacity, max_rows),
             is_static=is_static,

@@ -26,6 +26,7 @@ from coordinator.planes import GroupPlanes, Result
 from device_comm import checks
 from device_comm.handles import Handle
 from device_comm.health import Operation
+from device_comm.stages import in_stages
 from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 from shm_broadcast.timeouts import AnyTimeout
@@ -41,6 +42,7 @@ Parts = Sequence[tuple[Plane, torch.Tensor]]
 # The calls that a signal handler can leave between a message and its tensors. They are made before, because whoever
 # notes that a call was left must call nothing (`GroupHealth.left_halfway`).
 _RECEIVE: Final = Operation("host", "recv_tensor_dict", 0)
+_SEND: Final = Operation("host", "send_tensor_dict", 0)
 _BROADCAST: Final = Operation("host", "broadcast_tensor_dict", 0)
 
 
@@ -119,16 +121,20 @@ class TensorDicts(GroupPlanes):
 
     def _start(self, packed: PackedDict, peer: int, timeout_s: float | None) -> list[Handle]:
         """Start to send a dict: first what the host plane carries, then the tensors on the group's device."""
-        handles = self._host.isend_tensor_dict(packed, peer, timeout_s)
-        on_device = packed.beside("device")
-        if on_device:
-            with self.device_communicator.group():
-                handles += [
-                    self.device_communicator.isend(tensor, peer, timeout_s=timeout_s) for tensor in on_device
-                ]
-        for handle in handles:
-            self._open_sends.keep(handle)
-        return handles
+
+        def stages() -> list[Handle]:
+            handles = self._host.isend_tensor_dict(packed, peer, timeout_s)
+            on_device = packed.beside("device")
+            if on_device:
+                there = self.device_communicator
+                with there.group():
+                    handles += [there.isend(tensor, peer, timeout_s=timeout_s) for tensor in on_device]
+            for handle in handles:
+                self._open_sends.keep(handle)
+            return handles
+
+        # Behind a message without its tensors, the receiver would take those of the next dict.
+        return stages() if packed.is_single else in_stages(self._health, _SEND, stages)
 
     def recv_tensor_dict(
         self,
@@ -141,7 +147,7 @@ class TensorDicts(GroupPlanes):
         """Receive a tensor dict from rank `src` (the previous one by default).
 
         Without `timeout_s` this waits without limit for the start of the dict, but ends when a peer dies or the group
-        is destroyed.
+        is destroyed. For each tensor that follows it waits within the group's deadline.
 
         Returns:
             A new dict of new tensors; None in a group of one.
@@ -207,12 +213,14 @@ class TensorDicts(GroupPlanes):
         all_gather_group: GroupPlanes | None,
     ) -> Receiving:
         """Start to receive the tensors that follow `message`."""
+        # The sender is in the middle of its dict: from here on silence is a failure.
+        limit_s = timeout_s or self.device_communicator.context.timeout_s
 
         def receive(parts: Parts) -> list[Handle]:
             return [
-                self._host.irecv_tensor(tensor, peer, timeout_s, TENSOR_TAG)
+                self._host.irecv_tensor(tensor, peer, limit_s, TENSOR_TAG)
                 if plane == "host"
-                else self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s)
+                else self.device_communicator.irecv(tensor, peer, timeout_s=limit_s)
                 for plane, tensor in parts
             ]
 
@@ -263,21 +271,31 @@ class TensorDicts(GroupPlanes):
             by_queue = queue is not None and queue.writer == src
             # A queue moves a message of any size as fast as separate tensors.
             packed = (pack_whole if by_queue else self._host.pack)(tensor_dict, WHOLE_TENSORS)
-            self._broadcast(packed.message(), src, limit_s, None)
-            self._host.broadcast_tensors(packed.beside("host"), src, limit_s)
-            for tensor in packed.beside("device"):
-                self.device_communicator.broadcast(tensor, src, timeout_s=limit_s)
+            if packed.is_single:
+                self._broadcast(packed.message(), src, limit_s, None)
+            else:
+                in_stages(self._health, _BROADCAST, partial(self._send_broadcast, packed, src, limit_s))
             return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
 
         return self._make_broadcast(name, src, timeout_s, take, in_line=True)
 
+    def _send_broadcast(self, packed: PackedDict, src: int, timeout_s: float | None) -> None:
+        """Send the message of a dict to all ranks, and the tensors that follow it."""
+        self._broadcast(packed.message(), src, timeout_s, None)
+        self._host.broadcast_tensors(packed.beside("host"), src, timeout_s)
+        for tensor in packed.beside("device"):
+            self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+
     def _receive_broadcast(self, src: int, timeout_s: float | None) -> TensorDict | None:
+        # The source is in the middle of its dict when its tensors are due.
+        limit_s = timeout_s or self.device_communicator.context.timeout_s
+
         def receive(parts: Parts) -> list[Handle]:
             on_host = [tensor for plane, tensor in parts if plane == "host"]
-            self._host.broadcast_tensors(on_host, src, timeout_s)
+            self._host.broadcast_tensors(on_host, src, limit_s)
             for plane, tensor in parts:
                 if plane == "device":
-                    self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+                    self.device_communicator.broadcast(tensor, src, timeout_s=limit_s)
             return []
 
         message = self._broadcast(None, src, timeout_s, None)

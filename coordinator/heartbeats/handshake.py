@@ -287,7 +287,15 @@ class Meeting:
                 self._begin(call)
 
     def _begin(self, call: _Call) -> None:
-        family, target = _resolved(call.target.address, call.target.port)
+        try:
+            family, target = _resolved(call.target.address, call.target.port)
+        except (OSError, UnicodeError, OverflowError) as error:
+            raise NativeError(
+                f"rank {call.partner} told no numeric address for {self._purpose}, but {call.target.address!r} port "
+                f"{call.target.port}: {error}",
+                library="libc",
+                function="getaddrinfo",
+            ) from error
         try:
             call.connection = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:

@@ -119,7 +119,7 @@ def _exchanged(
 
     try:
         return run_interruptibly(exchange, "heartbeats", check_time)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise torch_error(f"{where}: the store holds no page of a partner: {error}", "Store") from error
     except RuntimeError as error:
         raise torch_error(f"{where}: lost the connection to the store: {error}", "Store") from error

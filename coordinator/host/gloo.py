@@ -8,9 +8,9 @@ Therefore no object needs a round trip.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,18 @@ import torch.distributed as dist
 from coordinator.host.frame_turns import FrameTurns
 from coordinator.host.plane import GatheringHostPlane, isend_with_tensors, refuse_any
 from coordinator.host.process_groups import GlooBackend, abort_gloo
-from coordinator.host.tags import ALL_GATHER_TAG, BROADCAST_TAG, BROADCAST_TENSOR_TAG
+from coordinator.host.tags import ALL_GATHER_TAG, BROADCAST_TAG, BROADCAST_TENSOR_TAG, GATHER_OBJECTS_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.gloo.exchange import exchange
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
-from device_comm.process_group import as_bytes, backend_timeout, collective, in_stages, is_plain
+from device_comm.process_group import as_bytes, backend_timeout, is_plain
+from device_comm.stages import Turns, collective, in_stages, until
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, ClosedError
-from shm_broadcast.reports.refusals import RefusingPlane
+
+Result = TypeVar("Result")
 
 # Size of the first message of a frame, for which receivers post a buffer; a scheduler's step is far smaller.
 FIRST_BYTES: Final = 64 << 10
@@ -88,7 +90,7 @@ class GlooHostPlane(GatheringHostPlane):
         self._sending, self._receiving = FrameTurns(health), FrameTurns(health)
         self._others = [rank for rank in range(len(self._ranks)) if rank != rank_in_group]
         health.on_abort(self.abort)
-        health.attach("host", RefusingPlane(health, "host"))
+        self._turns = Turns(health, "host")
 
     @property
     def _backend(self) -> GlooBackend:
@@ -104,16 +106,20 @@ class GlooHostPlane(GatheringHostPlane):
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return once every rank has called this."""
         limit_s = timeout_s or self._timeout_s
-        options = dist.BarrierOptions()
-        options.timeout = backend_timeout(limit_s)
 
-        def stages(operation: Operation) -> None:
-            left_s = self._health.refusals.settle(self._health, operation, limit_s)
+        def stages(operation: Operation, end: float) -> None:
+            left_s = self._health.refusals.settle(self._health, operation, until(end))
+            options = dist.BarrierOptions()
+            options.timeout = backend_timeout(left_s)
             with self._health.transport(operation):
                 work = self._backend.barrier(options)
             self._health.wait(operation, CollectiveWork(work), left_s)
 
-        collective(self._health, "host", "barrier", stages)
+        self._turns.make("barrier", stages, limit_s)
+
+    def _in_turn(self, name: str, call: Callable[[float | None], Result], timeout_s: float | None) -> Result:
+        """Return `call(left_s)` when no other collective of this rank is in progress."""
+        return self._turns.take(name, lambda end: call(until(end)), timeout_s or self._timeout_s)
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         limit_s = timeout_s or self._timeout_s
@@ -123,9 +129,12 @@ class GlooHostPlane(GatheringHostPlane):
         into[self._rank] = own
         parts = dict.fromkeys(self._others, own), {rank: into[rank] for rank in self._others}
 
+        # If ranks make different calls by mistake, an integer must not meet the frame of an object.
+        tag = ALL_GATHER_TAG if name == "all_gather_integers" else GATHER_OBJECTS_TAG
+
         def stages(operation: Operation) -> None:
             left_s = self._health.refusals.settle(self._health, operation, limit_s)
-            exchange(self._backend, self._threads, self._health, operation, parts, ALL_GATHER_TAG, left_s)
+            exchange(self._backend, self._threads, self._health, operation, parts, tag, left_s)
 
         collective(self._health, "host", name, stages, len(data))
         rows = memoryview(result)
@@ -362,14 +371,16 @@ class GlooHostPlane(GatheringHostPlane):
         timeout_s: float | None,
         landing: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> PointToPointHandle:
-        transfer = PointToPointWorks(self._threads, works, keep)
+        with self._health.transport(operation):  # the system may have no thread to give
+            transfer = PointToPointWorks(self._threads, works, keep)
         return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
 
     def _send_handle(
         self, operation: Operation, works: Sequence[tuple[int, dist.Work]], keep: object, timeout_s: float
     ) -> PointToPointHandle:
         unfinished = self._health.unfinished_sends
-        transfer = PointToPointWorks(self._threads, works, keep, unfinished)
+        with self._health.transport(operation):
+            transfer = PointToPointWorks(self._threads, works, keep, unfinished)
         return PointToPointHandle(self._health, operation, transfer, timeout_s)
 
     def _global(self, peers: Sequence[int]) -> str:

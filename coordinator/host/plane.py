@@ -10,7 +10,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -18,9 +18,11 @@ from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth, Operation
-from device_comm.process_group import in_stages
+from device_comm.stages import in_stages
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, DecodeError, DisagreementError, UsageError
+
+Result = TypeVar("Result")
 
 # This much of each rank's frame travels in the first round of an all-gather of objects.
 _GATHER_INLINE_BYTES: Final = 4096
@@ -130,10 +132,20 @@ class GatheringHostPlane(ABC):
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         """Return every rank's bytes, in rank order; all ranks bring the same number of bytes."""
 
+    def _in_turn(self, name: str, call: Callable[[float | None], Result], timeout_s: float | None) -> Result:
+        """Return `call(timeout_s)`, a collective of one or more rounds, behind those of other threads."""
+        del name
+        return call(timeout_s)
+
     def all_gather_integers(self, value: int, timeout_s: float | None = None) -> list[int]:
         """Return every rank's integer of up to 64 bits, in rank order."""
-        rows = self._all_gather("all_gather_integers", timeout_s, _INTEGER.pack(value))
-        return [int(_INTEGER.unpack(row)[0]) for row in rows]
+        name = "all_gather_integers"
+
+        def call(limit_s: float | None) -> list[int]:
+            rows = self._all_gather(name, limit_s, _INTEGER.pack(value))
+            return [int(_INTEGER.unpack(row)[0]) for row in rows]
+
+        return self._in_turn(name, call, timeout_s)
 
     def all_gather_object(self, obj: object, timeout_s: float | None = None) -> list[Any]:
         """Return the ranks' objects on every rank, in rank order. This takes one round if all are small.
@@ -171,9 +183,13 @@ class GatheringHostPlane(ABC):
             )
         inline = frame[:_GATHER_INLINE_BYTES].ljust(_GATHER_INLINE_BYTES, b"\0")
         header = _GATHER_HEADER.pack(len(frame), _GATHERS.index(name))
-        # The region knows of one round. Between two of them the other ranks would wait for the second.
-        stages = partial(self._gather_frames, name, frame, header + inline, timeout_s)
-        return in_stages(self._health, Operation("host", name, 0), stages)
+
+        def call(limit_s: float | None) -> list[Any]:
+            # The region knows of one round. Between two of them the other ranks would wait for the second.
+            stages = partial(self._gather_frames, name, frame, header + inline, limit_s)
+            return in_stages(self._health, Operation("host", name, 0), stages)
+
+        return self._in_turn(name, call, timeout_s)
 
     def _gather_frames(self, name: str, frame: bytes, first: bytes, timeout_s: float | None) -> list[Any]:
         """Bring `first` in the first round, and `frame` in a second one if a frame does not fit into the first."""

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 from coordinator.host.object_order import numbered
 from device_comm.health import GroupHealth, Operation
-from device_comm.process_group import in_stages
+from device_comm.stages import in_stages
 from shm_broadcast import codec
 from shm_broadcast._core import NOTHING
 from shm_broadcast.errors import ClosedError, CommTimeoutError, DecodeError, DisagreementError, UsageError

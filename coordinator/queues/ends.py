@@ -27,10 +27,10 @@ class Reader(Protocol):
 class Queues(Protocol):
     """Creates the queues of one group."""
 
-    def broadcast(self, writer: int, external: object = None) -> Writer | Reader:
+    def broadcast(self, writer: int, external: object = None, *, is_blocking: bool) -> Writer | Reader:
         """Create a queue from rank `writer`, or from the `external` writer, to all other ranks. Collective."""
 
-    def gather(self, reader: int) -> tuple[Writer, list[Any]]:
+    def gather(self, reader: int, *, is_blocking: bool) -> tuple[Writer, list[Any]]:
         """Create a queue from every rank to rank `reader`. Collective."""
 
     def within(self, create_timeout_s: float) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 
@@ -21,6 +21,7 @@ from coordinator.queues.guard import GroupQueueGuard
 from coordinator.queues.store_exchange import StoreExchange
 from coordinator.settings import CoordinatorSettings
 from device_comm.health import EXPLAIN_S, GroupHealth, Operation
+from device_comm.stages import in_stages
 from shm_broadcast.codec import register_type
 from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import CapabilityError, CommError, DecodeError, PeerLostError, UsageError
@@ -32,6 +33,9 @@ _OPENING_PART = 0.5
 
 # Pause between two looks for ranks that have ended.
 _LOOK_S = 0.02
+
+# What a signal handler ends in the middle of a creation.
+_CREATION = Operation("host", "create queue", 0)
 
 # When a group breaks or a queue cannot be created, readers on other hosts have this long to take what was written.
 _PARTING_S = 1.0
@@ -128,12 +132,17 @@ class GroupQueues:
         self._count = 0
         self._batches: list[list[QueueWriter | QueueReader]] = []
 
-    def broadcast(self, writer: int, external: object = None) -> QueueWriter | QueueReader | UnreadWriter:
+    def broadcast(
+        self, writer: int, external: object = None, *, is_blocking: bool
+    ) -> QueueWriter | QueueReader | UnreadWriter:
         """Create a queue from rank `writer` to all others, or open one from outside of the group.
+
+        Whatever a signal handler raises before the end breaks the group: the ranks exchange messages in several steps.
 
         Args:
             writer: Rank in the group. Ignored if there is an external writer.
             external: An `ExternalWriter`, or None. Ranks that pass None get it from those that pass one.
+            is_blocking: Whether to wait until every rank has its end.
 
         Raises:
             UsageError: An external writer cannot be used: it is of another type, its readers do not include all ranks
@@ -141,25 +150,39 @@ class GroupQueues:
             CapabilityError: A rank could not create or open its end. Every rank raises this.
             PeerLostError: A rank has ended; the group is broken.
         """
-        infos = self._exchange_rank_info(external)
-        if any(info.external for info in infos):
-            return self._join(external, infos)
-        readers = [rank for rank in range(len(infos)) if rank != writer]
-        if not readers:
-            return UnreadWriter(self._health)
-        mine, ends = self._create({writer: readers}, infos)
-        return ends[writer] if mine is None else mine
 
-    def gather(self, reader: int) -> tuple[QueueWriter, list[QueueReader]]:
-        """Create a queue from every rank, including `reader` itself, to rank `reader`; raises as `broadcast`.
+        def stages() -> QueueWriter | QueueReader | UnreadWriter:
+            infos = self._exchange_rank_info(external)
+            readers = [rank for rank in range(len(infos)) if rank != writer]
+            if any(info.external for info in infos):
+                end: QueueWriter | QueueReader | UnreadWriter = self._join(external, infos)
+            elif readers:
+                mine, ends = self._create({writer: readers}, infos)
+                end = ends[writer] if mine is None else mine
+            else:
+                end = UnreadWriter(self._health)
+            if is_blocking:
+                self._host.barrier()
+            return end
+
+        return in_stages(self._health, _CREATION, stages)
+
+    def gather(self, reader: int, *, is_blocking: bool) -> tuple[QueueWriter, list[QueueReader]]:
+        """Create a queue from every rank, including `reader` itself, to rank `reader`; as `broadcast`.
 
         Returns:
             This rank's writing end, and on the reader the reading ends in rank order; on other ranks an empty list.
         """
-        infos = self._exchange_rank_info(None)
-        mine, ends = self._create({rank: [reader] for rank in range(len(infos))}, infos)
-        assert mine is not None
-        return mine, [ends[rank] for rank in sorted(ends)]
+
+        def stages() -> tuple[QueueWriter, list[QueueReader]]:
+            infos = self._exchange_rank_info(None)
+            mine, ends = self._create({rank: [reader] for rank in range(len(infos))}, infos)
+            assert mine is not None
+            if is_blocking:
+                self._host.barrier()
+            return mine, [ends[rank] for rank in sorted(ends)]
+
+        return in_stages(self._health, _CREATION, stages)
 
     @contextmanager
     def within(self, create_timeout_s: float) -> Iterator[None]:
@@ -276,11 +299,10 @@ class GroupQueues:
         process before it says that the process has ended: a lost connection is reason to look for a while.
         """
         end = min(time.monotonic() + EXPLAIN_S, deadline) if isinstance(error, PeerLostError) else 0.0
-        operation = Operation("host", "create queue", 0)
-        self._health.check_peers(operation)
+        self._health.check_peers(_CREATION)
         while time.monotonic() < end:
             time.sleep(_LOOK_S)
-            self._health.check_peers(operation)
+            self._health.check_peers(_CREATION)
 
     # ------------------------------------------------------------------ a queue from outside of the group
 
@@ -293,7 +315,7 @@ class GroupQueues:
         own = external if isinstance(external, ExternalWriter) else None
         offer = QueueOffer() if own is None else QueueOffer(own.handle_bytes(), own.key)
         if len(givers) < len(infos):
-            offer = self._told_by(givers[0], offer)
+            offer = self._gather(offer)[givers[0]]
         pairs = {0: own.remote_keys} if own is not None and own.remote_keys is not None else {}
         with self._batch(has_own_writer=False) as batch:
             return self._open_ends([0], [offer], pairs, batch)[0]
@@ -340,13 +362,6 @@ class GroupQueues:
         )
         self._agree([info.failure for info in infos], UsageError)
         return infos
-
-    def _told_by(self, giver: int, offer: QueueOffer) -> QueueOffer:
-        """Return the offer of rank `giver`."""
-        if self._exchange is not None:
-            told: QueueOffer = self._gather(offer)[giver]
-            return told
-        return cast("QueueOffer", self._host.broadcast_object(offer, giver, self._create_timeout_s))
 
     def _gather(self, obj: object) -> list[Any]:
         if self._exchange is not None:

@@ -9,7 +9,7 @@ from coordinator.testing.conformance_inputs import LAYOUTS, Case, raw
 from device_comm.fused.finalize import finalized
 from device_comm.fused.fp4 import BLOCK, blocks_quantised
 from device_comm.fused.fp8 import quantised_rows
-from device_comm.rms_norm import DTYPES, add_rms_norm
+from device_comm.fused.rms_norm import DTYPES, add_rms_norm
 
 _EPS = 1e-5
 

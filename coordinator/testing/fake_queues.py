@@ -60,8 +60,9 @@ class FakeQueues:
         self._health = health
         self._rank_in_group = health.ranks.index(health.rank)
 
-    def broadcast(self, writer: int, external: object = None) -> Writer | Reader:
+    def broadcast(self, writer: int, external: object = None, *, is_blocking: bool) -> Writer | Reader:
         """Create a queue from rank `writer` to all others; a writer outside of the group never writes here."""
+        del is_blocking  # there is nobody to wait for
         if external is not None and not isinstance(external, ExternalWriter):
             raise UsageError(
                 f"external_writer_handle must be an ExternalWriter, not {type(external).__name__}"
@@ -70,8 +71,9 @@ class FakeQueues:
             return UnreadWriter(self._health)
         return FakeReader(self._health, writer)
 
-    def gather(self, reader: int) -> tuple[Writer, list[FakeReader]]:
+    def gather(self, reader: int, *, is_blocking: bool) -> tuple[Writer, list[FakeReader]]:
         """Create a queue from every rank to rank `reader`."""
+        del is_blocking
         if self._rank_in_group != reader:
             return UnreadWriter(self._health), []
         readers = [FakeReader(self._health, rank) for rank in range(len(self._health.ranks))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
@@ -17,9 +18,13 @@ from coordinator.torch_interop.works import CallWork, seconds
 from device_comm import checks, coalesced
 from device_comm.base import DeviceCommunicator, Timeout
 from device_comm.derived_reductions import Reduction, reducer
+from device_comm.health import SLICE_S, Operation
 from device_comm.reduction import ReduceOperation
+from device_comm.stages import BUSY, NESTED, in_stages, until, without_place
 from device_comm.works import WaiterThreads
 from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.interruption import is_held
+from shm_broadcast.turn import TakenError, Turn
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Arguments = ParamSpec("Arguments")
@@ -112,7 +117,7 @@ class TorchCollectives(ProcessGroupBase):
         self._communicator = communicator
         self._threads = threads
         # A blocking call in one thread and the group's own thread may meet; torch's groups allow that.
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
 
     def beside(self, device: str) -> dist.ProcessGroup:
         """Return the process group of the same ranks for tensors on `device`."""
@@ -145,7 +150,7 @@ class TorchCollectives(ProcessGroupBase):
         timeout_s = self.default_s if own_s is None else own_s
         translate = self.translated if timeout_s is None else partial(self.translated, within_s=timeout_s)
         try:
-            make = partial(self._in_turn, call, self._communicator(), (outputs, inputs))
+            make = partial(self._in_turn, name, call, self._communicator(), (outputs, inputs))
             is_later = getattr(opts, "asyncOp", True)
             made = self._calls.run(name, make, timeout_s=timeout_s, async_op=is_later)
         except CommError as error:
@@ -154,16 +159,34 @@ class TorchCollectives(ProcessGroupBase):
 
     def _in_turn(
         self,
+        name: str,
         call: Callable[[DeviceCommunicator, Timeout], Any],
         there: DeviceCommunicator,
-        tensors: object,
+        tensors: tuple[Sequence[Any], Sequence[Any]],
         *,
         timeout_s: Timeout,
     ) -> None:
-        # An asynchronous call finds its tensors in the arguments, to keep their memory.
-        del tensors
-        with self._turn:
-            call(there, timeout_s)
+        """Make the calls of the communicator behind those of other threads, within the deadline.
+
+        An asynchronous call finds its tensors in the arguments, to keep their memory.
+        """
+        health = there.context.health
+        if is_held(self._turn):
+            raise without_place(health, name, NESTED)
+        end = time.monotonic() + (timeout_s or there.context.timeout_s)
+        while True:
+            try:
+                with Turn(self._turn, SLICE_S):
+                    stages = partial(call, there, until(end))
+                    if len(tensors[0]) > 1:
+                        in_stages(health, Operation("device", name, 0), stages)
+                    else:
+                        stages()
+                    return
+            except TakenError:
+                health.check_usable(name)
+                if time.monotonic() >= end:
+                    raise without_place(health, name, BUSY) from None
 
     # ------------------------------------------------------------------ reductions
 

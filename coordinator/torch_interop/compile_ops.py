@@ -25,9 +25,10 @@ from coordinator import group_registry
 from coordinator.gradients import lost_gradient, refuse_lost_gradient, wants_gradient
 from coordinator.planes import GroupPlanes
 from coordinator.torch_interop.backward import BACKWARD, is_linear
-from device_comm import checks, coalesced, rms_norm
+from device_comm import checks, coalesced
 from device_comm.base import SUM
 from device_comm.derived_reductions import reducer
+from device_comm.fused import rms_norm
 from device_comm.fused.finalize import check_experts
 from device_comm.fused.fp4 import BLOCK, check_blocks
 from device_comm.fused.fp8 import FP8, check_scale

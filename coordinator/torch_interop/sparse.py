@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from device_comm.base import DeviceCommunicator, Timeout
+from device_comm.health import Operation
 from device_comm.reduction import ReduceOperation
+from device_comm.stages import in_stages
 from shm_broadcast.errors import DisagreementError, UsageError
 
 
@@ -24,6 +28,13 @@ def all_reduce_(
         raise UsageError(
             "all_reduce: sparse tensors can be summed, no other reduction has a meaning for them"
         )
+    health = there.context.health
+    stages = partial(_all_reduce_, there, tensor, timeout_s)
+    return in_stages(health, Operation("device", "all_reduce", 0), stages)
+
+
+def _all_reduce_(there: DeviceCommunicator, tensor: torch.Tensor, timeout_s: Timeout) -> torch.Tensor:
+    """Sum in up to four collectives: two compare the shapes, two move the elements."""
     own = tensor.detach().coalesce()
     indices, values = own.indices(), own.values()
     facts = torch.tensor([[own.sparse_dim(), values.shape[0], *own.shape]], device=own.device)

@@ -10,7 +10,8 @@ from typing import Final
 
 from device_comm import _core
 from device_comm.health import Arrival, GroupHealth, Operation
-from shm_broadcast.errors import ClosedError, DisagreementError, UsageError
+from device_comm.stages import BUSY, NESTED, without_place
+from shm_broadcast.errors import ClosedError, DisagreementError
 from shm_broadcast.status.shown_calls import StatusLane
 
 # How long a thread pauses between tries while another one is in a call. Engines call from one thread.
@@ -22,20 +23,9 @@ _KINDS: Final = (
     *("scatter", "all_to_all", "reduce"),
 )
 _REDUCING: Final = frozenset({"all_reduce", "reduce_scatter", "reduce"})
-_ROOTED: Final = frozenset({"broadcast", "gather", "scatter", "reduce"})
 # Calls that are refused before they have a place in the order of calls.
-_WITHOUT_PLACE: Final = {
-    _core.BUSY: "another thread of this rank is in a collective, and was until the deadline",
-    _core.NESTED: "called by a signal handler or a finalizer inside of a collective of this group on the same thread",
-}
-
-
-def without_place(health: GroupHealth, name: str, status: int) -> UsageError:
-    """Return the error for the call `name`, which is refused before it has a number; `status` is BUSY or NESTED."""
-    refusal = UsageError(f"{health.where(name)}: {_WITHOUT_PLACE[status]}")
-    # The other ranks make no call for it: there is nothing to tell them.
-    refusal.is_told = True
-    return refusal
+_WITHOUT_PLACE: Final = {_core.BUSY: BUSY, _core.NESTED: NESTED}
+_ROOTED: Final = frozenset({"broadcast", "gather", "scatter", "reduce"})
 
 
 class RegionCalls:
@@ -184,8 +174,8 @@ class RegionCalls:
             left = InterruptedError(f"call #{self.core.number} was left by an exception of a signal handler")
             self._health.left_halfway(Operation(self._plane, "a call", self.core.number), left)
         self._health.check_usable(name)
-        if status in _WITHOUT_PLACE:
-            raise without_place(self._health, name, status)
+        if (reason := _WITHOUT_PLACE.get(status)) is not None:
+            raise without_place(self._health, name, reason)
         raise ClosedError(f"{self._health.where(name)}: the group was destroyed while the call waited")
 
     def refuse(self, reason: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from device_comm import checks
-from device_comm.rms_norm import DTYPES
+from device_comm.fused.rms_norm import DTYPES
 from shm_broadcast.errors import UsageError
 
 __all__ = ["check_experts", "finalized"]

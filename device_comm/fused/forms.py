@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from device_comm import checks, rms_norm
+from device_comm import checks
+from device_comm.fused import rms_norm
 from device_comm.fused.finalize import check_experts, finalized
 from device_comm.fused.fp4 import blocks_quantised, check_blocks
 from device_comm.fused.fp8 import check_scale, quantised_rows

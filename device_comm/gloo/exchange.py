@@ -60,4 +60,6 @@ def exchange(
         for peer, part in sent.items():
             if part.numel():
                 works.append((health.ranks[peer], group.send([part], peer, tag)))
-    health.wait(operation, ExchangeWorks(threads, works, parts), timeout_s)
+        # Here too, since the system may have no thread to give: what is posted then ends with the group.
+        transfers = ExchangeWorks(threads, works, parts)
+    health.wait(operation, transfers, timeout_s)

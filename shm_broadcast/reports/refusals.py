@@ -17,7 +17,7 @@ import msgspec
 from shm_broadcast.errors import CommError, DisagreementError
 from shm_broadcast.interruption import raised_by_handler
 
-__all__ = ["Refusal", "RefusalStore", "Refusals", "RefusingPlane"]
+__all__ = ["Refusal", "RefusalStore", "Refusals"]
 
 # What carries the collectives of a plane, and so their refusals: shared memory, or the transports between hosts.
 _CARRIERS: Final = {"host": ("shared host", "host"), "device": ("shared", "device")}
@@ -156,26 +156,6 @@ class Refusals:
         health.wait(operation, _Settling(store, plane, health, count), timeout_s)
         self._settled[plane] = count
         return max(end - time.monotonic(), _LEAST_S)
-
-
-class RefusingPlane:
-    """A plane whose transport tells no refusals; see `Plane`."""
-
-    def __init__(self, health: Health, plane: str) -> None:
-        """Refuse calls of `plane`."""
-        self._health = health
-        self._plane = plane
-
-    def refuse(self, reason: str) -> None:
-        """Take the number of a call, and tell the others through the store."""
-        self._health.refusals.tell(self._health, self._plane, reason)
-
-    def catch_up(self) -> None:
-        """Do nothing: no refusal waits."""
-
-    def last_calls(self) -> dict[int, Any]:
-        """Return nothing: only the status store knows."""
-        return {}
 
 
 class _Settling:

@@ -69,9 +69,9 @@ CONTRACT = {
             "movable",
             "outputs",
             "reduction",
-            "rms_norm",
+            "stages",
         ),
-        *("fused/finalize", "fused/forms", "fused/fp4", "fused/fp8"),
+        *("fused/finalize", "fused/forms", "fused/fp4", "fused/fp8", "fused/rms_norm"),
         "experts/exchange",
     )
 }

@@ -25,8 +25,8 @@ from device_comm.cuda.kernel_layout import (
     work_items,
 )
 from device_comm.cuda.kernels import KernelCache, KernelVariant, family_of
+from device_comm.fused.rms_norm import add_rms_norm
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from device_comm.rms_norm import add_rms_norm
 from tests.gpu.device import Gpu, GpuDriver, Memory, arch_of, u32, u64
 from tests.gpu.values import DTYPES, SIZES, WrongResultError, expect_equal, expected_sum, random_words
 from tests.kernel_memory import required_arena, required_staging

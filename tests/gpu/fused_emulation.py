@@ -13,8 +13,8 @@ from device_comm.cuda import kernel_layout
 from device_comm.fused.finalize import finalized
 from device_comm.fused.fp4 import blocks_quantised
 from device_comm.fused.fp8 import quantised_rows
+from device_comm.fused.rms_norm import add_rms_norm
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from device_comm.rms_norm import add_rms_norm
 from tests.gpu.device import Gpu, u32, u64
 from tests.gpu.emulation import FUSED, Cubin, Emulation
 from tests.gpu.values import WrongResultError, expect_equal, expected_sum, random_words

@@ -30,7 +30,7 @@ from device_comm.cuda.kernel_layout import (
 from device_comm.cuda.kernels import family_of
 from device_comm.cuda.policy.shapes import all_reduce_shape, most_blocks, norm_shape
 from device_comm.cuda.policy.table import family_of as family_of_arch
-from device_comm.rms_norm import add_rms_norm
+from device_comm.fused.rms_norm import add_rms_norm
 from tests.gpu.device import Gpu, GpuDriver, Memory, measured_us, u32, u64
 from tests.gpu.values import DTYPES, expect_equal, expected_sum, raw
 from tests.kernel_memory import required_arena

@@ -25,9 +25,9 @@ from device_comm.cuda.driver import PreparedLaunch
 from device_comm.cuda.kernels import KernelCache, KernelVariant
 from device_comm.cuda.policy.decision import GroupFacts
 from device_comm.cuda_settings import CudaSettings
+from device_comm.fused.rms_norm import add_rms_norm
 from device_comm.health import GroupHealth
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from device_comm.rms_norm import add_rms_norm
 from shm_broadcast.errors import CommTimeoutError
 from shm_broadcast.liveness import PeerWatch, this_process
 from tests.custom_ranks import policy_file

@@ -30,8 +30,8 @@ from device_comm.base import CommunicatorContext
 from device_comm.cuda.communicator import CudaCommunicator
 from device_comm.cuda.custom import resources
 from device_comm.cuda_settings import CudaSettings
+from device_comm.fused.rms_norm import rms_norm
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from device_comm.rms_norm import rms_norm
 from shm_broadcast.errors import CommError
 from tests.gpu.notes import GpuRank, gpu_body
 from tests.gpu.running import GpuRun, on_gpu

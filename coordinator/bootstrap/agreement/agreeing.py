@@ -142,7 +142,7 @@ def agree(
     except CommError as error:
         agreement.add_stacks(error)
         raise
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         agreement.leave(error)
         text = (
             f"{where}: the rendezvous store holds a value that no rank of this version has written: {error}"

@@ -369,5 +369,5 @@ def _is_full(generation: Path, world_size: int) -> bool:
 def _read_owner(generation: Path) -> Owner | None:
     try:
         return msgspec.json.decode((generation / "owner").read_bytes(), type=Owner)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -62,7 +62,7 @@ class Gathering:
             if len(content) > _MOST_BYTES:
                 raise DecodeError(f"the store holds {len(content)} bytes under {key}")
             return msgspec.json.decode(content, type=kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"the store holds something else under {key}: {error}") from error
 
     def has(self, key: str) -> bool:

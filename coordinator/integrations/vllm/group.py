@@ -18,7 +18,7 @@ from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQue
 from coordinator.settings import CoordinatorSettings
 from device_comm import checks
 from device_comm.health import Operation
-from device_comm.process_group import in_stages
+from device_comm.stages import in_stages
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 

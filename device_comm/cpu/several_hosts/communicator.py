@@ -20,7 +20,6 @@ from device_comm.cpu.native_codes import copy_code
 from device_comm.cpu.several_hosts.leaders import Call
 from device_comm.cpu.several_hosts.levels import Levels
 from device_comm.cpu.several_hosts.line import measured_worth_bytes
-from device_comm.cpu.several_hosts.turns import Turns
 from device_comm.cpu.shared_memory import SharedPart
 from device_comm.handles import Handle
 from device_comm.health import Operation
@@ -28,19 +27,16 @@ from device_comm.process_group import (
     ProcessGroupCommunicator,
     as_bytes,
     dense,
-    in_stages,
     is_plain,
 )
 from device_comm.reduction import ReduceOperation
+from device_comm.stages import Turns, in_stages, until
 from shm_broadcast.status.layout import NOBODY
 
 # These have no part that hosts could combine or share before it crosses.
 _OVER_GLOO: Final = frozenset(
     {"gather", "scatter", "all_to_all", "all_to_all_into_output", "send", "recv", "isend", "irecv"}
 )
-
-# The least that is left of a deadline: 0 would mean the group's.
-_LEAST_S: Final = 0.001
 
 Result = TypeVar("Result")
 
@@ -83,7 +79,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         self._health.shown.carry("device", self.algorithm)
         self._general = general
         self._levels = Levels(context, hosts, part, connections)
-        self._turns = Turns(context.health, None if part is None else part.device)
+        self._turns = Turns(context.health, "device", None if part is None else part.device)
 
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
         """Return how a call is carried."""
@@ -267,7 +263,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
     def _take(self, name: str, call: Callable[[float], Result], timeout_s: Timeout) -> Result:
         """Return `call(left_s)`, which makes a collective over the process group, in its turn."""
         limit_s = timeout_s or self.context.timeout_s
-        return self._turns.take(name, lambda end: call(max(end - time.monotonic(), _LEAST_S)), limit_s)
+        return self._turns.take(name, lambda end: call(until(end)), limit_s)
 
     def _gather(
         self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None

@@ -19,7 +19,7 @@ from shm_broadcast.handle import KEY_BYTES, new_key
 from shm_broadcast.queue import QueueReader, QueueWriter
 from tests.harness import RankPool, run_ranks
 from tests.queue_ranks import DEADLINE_S, Marks, ended_with, offer
-from tests.worlds import new_group, outcome_of, world
+from tests.worlds import ApartPool, new_group, outcome_of, world
 
 STEPS = 50
 
@@ -158,3 +158,34 @@ def test_parts_of_the_wrong_type_are_refused(handle: Any, key: Any, remote_keys:
     with pytest.raises(CommError) as refused:
         ExternalWriter(handle, key, remote_keys)
     assert "\\x00" not in str(refused.value)
+
+
+def join_after_a_refusal(rank: int, world_size: int, directory: Path) -> None:
+    """Refuse a broadcast on rank 1, then open the queue of which only rank 0 has the handle."""
+    marks = Marks(directory)
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        if rank == 1:
+            with pytest.raises(UsageError):
+                group.broadcast_flag("no flag", 0)  # type: ignore[arg-type]
+        else:
+            assert group.broadcast_flag(flag=True, src=0)
+        given = None
+        if rank == 0:
+            writer = offer(marks, range(world_size), writer=-1)
+            given = ExternalWriter(writer.handle, writer.key)
+        steps: Any = group.create_mq_broadcaster(0, given)
+        if rank == 0:
+            writer.enqueue("step")
+        assert steps.dequeue(DEADLINE_S) == "step"
+        assert group.broadcast_object(rank, 1) == 1
+        group.barrier()
+        if rank == 0:
+            writer.close()
+
+
+@pytest.mark.guarantee("G19")
+@pytest.mark.parametrize("kind", [RankPool, ApartPool])
+def test_the_offer_of_a_queue_is_no_message_of_a_refused_broadcast(ranks2: RankPool, kind: Any) -> None:
+    """What is left of a broadcast that a rank has refused belongs to no call after it."""
+    pool = ranks2 if kind is RankPool else kind(ranks2)
+    pool.run(join_after_a_refusal, timeout_s=60.0)

@@ -8,7 +8,7 @@ import torch
 from coordinator import GroupCoordinator, rms_norm
 from device_comm.fused.finalize import finalized
 from device_comm.fused.fp8 import quantised_rows
-from device_comm.rms_norm import DTYPES
+from device_comm.fused.rms_norm import DTYPES
 from tests.harness import RankPool
 from tests.worlds import ApartPool, HostsPool, world
 

@@ -95,6 +95,16 @@ def test_a_store_that_is_gone_is_asked_nothing_more() -> None:
         assert not asked.is_reachable
 
 
+@pytest.mark.parametrize("value", [b"no JSON", b'{"rank":1,"reason":"\xff"}'])
+def test_a_store_with_values_of_others_is_asked_nothing_more(value: bytes) -> None:
+    """Nor does what is no text in them end a call that waits."""
+    store = dist.HashStore()
+    asked = WorldStatusStore(store, 0, (0, 1))
+    store.set("refused/host/7", value)  # type: ignore[arg-type] # torch takes bytes, too
+    assert asked.refusal("host", 7) is None
+    assert not asked.is_reachable
+
+
 def opens(rank: int, world_size: int, directory: Path, port: int) -> int:
     """Create groups over Gloo, and return how many connections that took."""
     clone: Any = dist.PrefixStore.clone  # type: ignore[attr-defined]

@@ -12,8 +12,8 @@ from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.fused.finalize import finalized
 from device_comm.fused.fp4 import blocks_quantised
 from device_comm.fused.fp8 import quantised_rows
+from device_comm.fused.rms_norm import rms_norm
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from device_comm.rms_norm import rms_norm
 from tests.cuda_worlds import STREAM, cuda_world
 from tests.custom_ranks import policy_file
 from tests.fake_cuda import FakeFaults, fake_devices

@@ -17,8 +17,8 @@ from device_comm.cuda.custom.fused_calls import Scales
 from device_comm.cuda.policy.decision import Algorithm
 from device_comm.fused.finalize import finalized
 from device_comm.fused.fp8 import quantised_rows
+from device_comm.fused.rms_norm import add_rms_norm
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from device_comm.rms_norm import add_rms_norm
 from shm_broadcast.errors import ClosedError, UsageError
 from tests.custom_ranks import FIRST_RANK, SMALL_POLICY, CustomRank, shuffled
 from tests.harness import RankPool, run_ranks

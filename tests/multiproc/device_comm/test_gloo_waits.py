@@ -8,19 +8,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from coordinator import CommError, GroupCoordinator
+from coordinator import CommError, GroupCoordinator, NativeError
 from coordinator.host.open_sends import OpenSends
 from device_comm.gloo import waits
 from device_comm.gloo.waits import end_wait
 from device_comm.handles import PointToPointHandle
+from device_comm.works import WaiterThreads
 from tests.handlers import Interrupt, alarm
 from tests.harness import RankPool
 from tests.waiting import sleeping_in, wait_until
@@ -228,3 +231,28 @@ def test_a_wait_goes_on_where_it_cannot_be_ended(monkeypatch: pytest.MonkeyPatch
         assert waits._aborts() is None
     finally:
         waits._aborts.cache_clear()
+
+
+def without_a_thread(rank: int, world_size: int, directory: Path) -> None:
+    """Let rank 0 find no thread that could wait for what it has posted."""
+    refused = mock.patch.object(WaiterThreads, "submit", side_effect=RuntimeError("can't start new thread"))
+    with world(rank, world_size, directory) as everyone:
+        group = new_group(everyone, "g")
+        if rank == 0:
+            with refused, pytest.raises(NativeError, match="can't start new thread"):
+                group.all_gather_object(rank)
+            assert group._health.is_broken
+        else:
+            # What this rank needs in the first call may have come.
+            with suppress(CommError):
+                group.all_gather_object(rank)
+            with pytest.raises(CommError, match="can't start new thread"):
+                group.barrier()
+        everyone.barrier()
+        group.destroy()
+
+
+@pytest.mark.guarantee("D8")
+def test_a_collective_that_finds_no_thread_breaks_the_group(ranks2: RankPool) -> None:
+    """What it has posted cannot be taken back; every rank learns why."""
+    ApartPool(ranks2).run(without_a_thread, timeout_s=60.0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -13,8 +15,12 @@ import pytest
 import torch
 
 from coordinator import GroupBrokenError, GroupCoordinator, PeerLostError
+from coordinator import group as coordinator_group
+from coordinator.collectives import coalesced as coalesced_collectives
+from coordinator.collectives import expert_parallel
 from coordinator.host import gloo
-from device_comm import process_group
+from coordinator.queues import group_queues
+from device_comm import all2all, base, coalesced, process_group, stages
 from device_comm.cpu import communicator, region_calls
 from device_comm.cpu.several_hosts import communicator as hierarchical
 from device_comm.cpu.several_hosts import leaders, levels, wires
@@ -82,6 +88,76 @@ CALLS |= {
 }
 
 
+class CallStrikes(Strikes):
+    """Strikes where functions begin and native calls return, which leaves out the returns of Python functions.
+
+    No handler runs there, and nothing could keep what such a function has made from being lost.
+    """
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Strike once within the block, unless its places are used up."""
+        self.passed = 0
+
+        def profile(frame: FrameType, event: str, _argument: object) -> None:
+            is_place = event in ("call", "c_return") and frame.f_code.co_filename in self._files
+            self.passed += is_place
+            if is_place and self.passed == self.place + 1:
+                self.strike()
+
+        sys.setprofile(profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            self.place += 1
+
+
+def coalesced_sums(group: GroupCoordinator) -> bool:
+    """Make one call of several tensors of two dtypes."""
+    tensors = [filled(group), filled(group).double(), filled(group, 5)]
+    return all(each.unique().tolist() == [total(group)] for each in group.all_reduce_coalesced(tensors))
+
+
+def collected(group: GroupCoordinator) -> bool:
+    """Make calls of two kinds when a block ends."""
+    with group.coalescing() as calls:
+        summed, gathered = calls.all_reduce(filled(group)), calls.all_gather(filled(group))
+    found = summed.result().unique().tolist(), gathered.result().unique().numel()
+    return bool(found == ([total(group)], group.world_size))
+
+
+def routed(group: GroupCoordinator) -> bool:
+    """Send tokens to the ranks of their experts."""
+    ids = torch.tensor([[0, 1], [1, 0]])
+    sent: Any = group.dispatch(torch.ones(2, 8), torch.ones(2, 2), ids, experts=2)
+    return bool(tuple(sent.hidden_states.shape) == (2 * group.world_size, 8))
+
+
+def enabled(group: GroupCoordinator) -> bool:
+    """Broadcast through a queue of the group from now on."""
+    group.enable_broadcaster()
+    return bool(group.broadcast_object(group.rank_in_group, 0) == 0)
+
+
+# Calls that are made of several others.
+SEVERAL: dict[str, Call] = {
+    "all_gatherv": lambda group: (
+        [len(each) for each in group.all_gatherv([filled(group), filled(group, 5)], sizes=None)] == [24, 10]
+    ),
+    "all_reduce_coalesced": coalesced_sums,
+    "coalescing": collected,
+    "dispatch": lambda group: len(group.dispatch(filled(group, 6).view(2, 3), filled(group, 2))) == 2,
+    "dispatch with experts": routed,
+    "create_mq_broadcaster": lambda group: group.create_mq_broadcaster(0) is not None,
+    "create_single_reader_mq_broadcasters": lambda group: (
+        len(group.create_single_reader_mq_broadcasters(0)[1]) in (0, group.world_size)
+    ),
+    "enable_broadcaster": enabled,
+}
+CALLS |= SEVERAL
+
+
 def numbers(group: GroupCoordinator) -> str:
     """Return how many collectives this rank has begun on both planes."""
     shared: Any = group._parts.communicator.context.shared
@@ -133,13 +209,26 @@ def struck_at_any_step(
     modules: list[str],
     struck: int = 0,
     late_s: float = 0.0,
+    at_calls: bool = False,
 ) -> int:
     """Strike one rank at the next step in each round; the others make the call `late_s` seconds later."""
     known: dict[str, ModuleType] = {
         each.__name__: each
-        for each in (process_group, hierarchical, levels, leaders, wires, gloo, communicator, region_calls)
+        for each in (
+            *(process_group, hierarchical, levels, leaders, wires, gloo, communicator, region_calls, stages),
+            *(
+                base,
+                coalesced,
+                all2all,
+                expert_parallel,
+                coalesced_collectives,
+                group_queues,
+                coordinator_group,
+            ),
+        )
     }
-    strikes = Strikes(strike, *(known[each] for each in modules))
+    kind = CallStrikes if at_calls else Strikes
+    strikes = kind(strike, *(known[each] for each in modules))
     call, ranks = CALLS[name], range(world_size)
     outcome, number, broken = "", 0, 0
     with (
@@ -247,4 +336,35 @@ def test_a_strike_between_a_native_call_and_its_wait_is_told(ranks2: RankPool, n
     """Also in a call of the communicator; the other rank comes when the first native slice, 50 ms, is over."""
     modules = [communicator.__name__, region_calls.__name__]
     found = ranks2.run(struck_at_any_step, name, modules, 0, 0.1, timeout_s=200.0)
+    assert min(found) > 5
+
+
+SAMPLE = ("all_gatherv", "create_single_reader_mq_broadcasters")
+# Where the calls run that are made of several others.
+COMPOSING = [
+    base,
+    coalesced,
+    all2all,
+    expert_parallel,
+    coalesced_collectives,
+    group_queues,
+    coordinator_group,
+]
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *SAMPLE,
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in SEVERAL if name not in SAMPLE),
+    ],
+)
+def test_a_strike_between_the_calls_of_which_one_is_made_is_told(ranks2: RankPool, name: str) -> None:
+    """No rank waits in the second of them, and the next call of the struck rank does not meet it."""
+    found = ranks2.run(
+        *(struck_at_any_step, name, [module.__name__ for module in COMPOSING], 0, 0.1, True),
+        timeout_s=200.0,
+    )
     assert min(found) > 5

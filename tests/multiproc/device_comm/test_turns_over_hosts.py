@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from coordinator import DisagreementError, GroupBrokenError, UsageError
-from device_comm.cpu.several_hosts.turns import Turns, _Claim
+from device_comm.stages import Turns, _Claim
 from shm_broadcast.errors import CommError
 from tests.harness import RankPool
 from tests.unit.device_comm.test_health import Group
@@ -149,7 +149,7 @@ def test_a_call_that_all_ranks_refuse_is_none(ranks3: RankPool) -> None:
 
 def test_a_claim_that_a_handler_has_left_behind_holds_up_nobody() -> None:
     """What it raises at the very end of a call, before the claim is gone, leaves that in the line."""
-    turns = Turns(Group().health, None)
+    turns = Turns(Group().health, "device")
 
     def left_behind() -> None:
         claim = _Claim()
@@ -168,7 +168,7 @@ def test_a_claim_that_a_handler_has_left_behind_holds_up_nobody() -> None:
 
 def test_a_refusal_beside_a_call_takes_the_number_behind_it() -> None:
     """That of a thread which is in no call; the call itself begins and ends with its own number."""
-    turns = Turns(Group().health, None)
+    turns = Turns(Group().health, "device")
 
     def stages(operation: Any, _end: float) -> int:
         thread = threading.Thread(target=turns.refuse, args=("reason",))
@@ -185,7 +185,7 @@ def test_a_refusal_beside_a_call_takes_the_number_behind_it() -> None:
 def test_who_waits_for_a_turn_learns_that_the_group_has_broken() -> None:
     """It does not wait for its deadline."""
     group = Group()
-    turns = Turns(group.health, None)
+    turns = Turns(group.health, "device")
     found: list[BaseException] = []
 
     def wait() -> None:

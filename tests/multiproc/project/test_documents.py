@@ -105,11 +105,12 @@ def check_variable(name: str, value: str) -> None:
     if name.startswith("GROUP_COORDINATOR_"):
         CoordinatorSettings.from_env({name: value})
     else:
-        assert re.search(rf"^{name} \?=|\$\{{{name}:-|\$\({name}\)", every_script(), re.MULTILINE), name
+        assert re.search(rf"^{name} \?=|\$\{{{name}:[-?]|\$\({name}\)", every_script(), re.MULTILINE), name
 
 
 def every_script() -> str:
-    return (ROOT / "Makefile").read_text() + (ROOT / "examples" / "torchrun_two_hosts.sh").read_text()
+    scripts = [ROOT / "Makefile", *sorted((ROOT / "examples").glob("*.sh"))]
+    return "".join(path.read_text() for path in scripts)
 
 
 def check_command(words: list[str], block: Block) -> None:

@@ -11,7 +11,7 @@ from device_comm.cuda import kernel_layout
 from device_comm.fused.finalize import finalized
 from device_comm.fused.fp4 import blocks_quantised
 from device_comm.fused.fp8 import SMALLEST_SCALE, quantised_rows
-from device_comm.rms_norm import add_rms_norm
+from device_comm.fused.rms_norm import add_rms_norm
 from tests.native.cuda.host_build import HostKernels, build_host_library, shared_folder
 from tests.native.cuda.test_kernel_results import (
     SECOND,

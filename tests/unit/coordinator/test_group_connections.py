@@ -95,11 +95,20 @@ def test_a_rank_that_does_not_know_the_token_is_kept_out() -> None:
     assert isinstance(found[1], (CommTimeoutError, NativeError))
 
 
-def test_what_is_no_address_is_refused() -> None:
+@pytest.mark.parametrize("told", [b"{}", b'{"address":"\xff","port":1,"token":""}'])
+def test_what_is_no_address_is_refused(told: bytes) -> None:
     """The error says which rank told it; nobody connects anywhere."""
-    found = opened([[1], [0]], 1.0, told=lambda _own: b"{}")
+    found = opened([[1], [0]], 1.0, told=lambda _own: told)
     assert isinstance(found[1], NativeError)
     assert "rank 0 of the group told no address" in str(found[1])
+
+
+@pytest.mark.parametrize("address", [b"localhost.invalid", b"x" * 300])
+def test_an_address_that_is_not_numeric_is_refused(address: bytes) -> None:
+    """No name is looked up, and the error says which rank told it."""
+    found = opened([[1], [0]], 1.0, told=lambda own: own.replace(b"127.0.0.1", address))
+    assert isinstance(found[1], NativeError)
+    assert "rank 0 told no numeric address" in str(found[1])
 
 
 def test_a_failure_of_another_rank_ends_the_opening() -> None:

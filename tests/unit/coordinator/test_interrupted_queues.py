@@ -66,7 +66,7 @@ def create(other: OtherRank, writer: int, step: int) -> bool:
     host: HostPlane = other  # type: ignore[assignment] # queues only gather
     queues = GroupQueues(host, health, settings, LOOPBACK)
     try:
-        return raising_at(step, lambda: queues.broadcast(writer), FILES)
+        return raising_at(step, lambda: queues.broadcast(writer, is_blocking=False), FILES)
     finally:
         queues.close(0.0)
         other.close()

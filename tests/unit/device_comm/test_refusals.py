@@ -10,6 +10,7 @@ import weakref
 import pytest
 
 from device_comm.health import ANNOUNCE_AFTER_S, Operation
+from device_comm.stages import Turns
 from shm_broadcast.errors import (
     CommTimeoutError,
     DisagreementError,
@@ -17,7 +18,7 @@ from shm_broadcast.errors import (
     NativeError,
     UsageError,
 )
-from shm_broadcast.reports.refusals import Refusal, RefusingPlane
+from shm_broadcast.reports.refusals import Refusal
 from tests.unit.device_comm.test_health import LONG_S, OPERATION, SOON_S, FakeWork, Group
 
 
@@ -60,7 +61,7 @@ def store(group: Group) -> FakeRefusalStore:
     """Return the store that it uses for its host plane, whose transport tells no refusals."""
     made = FakeRefusalStore()
     group.health.refusals.use(made)
-    group.health.attach("host", RefusingPlane(group.health, "host"))
+    Turns(group.health, "host")
     return made
 
 

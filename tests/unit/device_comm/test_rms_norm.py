@@ -7,7 +7,7 @@ import torch
 
 from coordinator import UsageError, rms_norm
 from coordinator.testing import FakeGroupCoordinator
-from device_comm.rms_norm import DTYPES, GROUP_LANES, GROUPS, sum_of_squares
+from device_comm.fused.rms_norm import DTYPES, GROUP_LANES, GROUPS, sum_of_squares
 
 np = pytest.importorskip("numpy")
 

@@ -1,6 +1,7 @@
-"""Collectives of a group over several hosts take turns on each rank: its parts must not be mixed with another one's.
+"""Collectives that no memory of all ranks carries: how one after the other begins on a rank, and what ends one halfway.
 
-What is queued on a connection, and the steps in a host's memory, belong to one call until that has come to its end.
+What is queued on a connection, and the steps in a host's memory, belong to one call until that has come to its end. The
+operations of a process group have no numbers that tell to which call they belong.
 """
 
 from __future__ import annotations
@@ -11,18 +12,96 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from device_comm import _core
-from device_comm.cpu.region_calls import RegionCalls, without_place
 from device_comm.health import Arrival, GroupHealth, Operation
-from device_comm.process_group import collective
-from shm_broadcast.status.layout import NOBODY
+from shm_broadcast.errors import UsageError
+from shm_broadcast.status.kinds import kind_of
+from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 
+__all__ = ["BUSY", "NESTED", "Turns", "collective", "in_stages", "until", "without_place"]
+
+Result = TypeVar("Result")
+
+# Why a call is refused before it has a place in the order of calls.
+BUSY: Final = "another thread of this rank is in a collective, and was until the deadline"
+NESTED: Final = (
+    "called by a signal handler or a finalizer inside of a collective of this group on the same thread"
+)
+
+# The least that is left of a deadline: 0 would mean "the group's".
+_LEAST_S: Final = 0.001
 # How often a call looks whether its turn has come.
 _TURN_S: Final = 0.0002
 
-Result = TypeVar("Result")
+
+def without_place(health: GroupHealth, name: str, reason: str) -> UsageError:
+    """Return the error for the call `name`, which is refused before it has a number; `reason` is `BUSY` or `NESTED`."""
+    refusal = UsageError(f"{health.where(name)}: {reason}")
+    # The other ranks make no call for it: there is nothing to tell them.
+    refusal.is_told = True
+    return refusal
+
+
+def until(end: float) -> float:
+    """Return how many seconds are left until the monotonic time `end`, as the deadline of what follows in a call."""
+    return max(end - time.monotonic(), _LEAST_S)
+
+
+def in_stages(health: GroupHealth, operation: Operation, stages: Callable[[], Result]) -> Result:
+    """Return `stages()`, all stages of a call. What is raised in it breaks the group, except for the call's own errors.
+
+    A process group does not know which of its operations belong to one call: behind a stage that was left out, the next
+    operation of this rank would meet the next stage of the others. Calls over shared memory have numbers instead.
+
+    This is no context manager: a signal handler could raise at the beginning of its `__exit__`, where a handle is lost
+    or a second exception leaves the call unmarked.
+    """
+    try:
+        return stages()
+    except BaseException as error:
+        health.left = operation, error
+        health.left_halfway(operation, error)
+        raise
+
+
+def collective(
+    health: GroupHealth,
+    plane: str,
+    name: str,
+    stages: Callable[[Operation], Result],
+    nbytes: int = 0,
+    root: int = NOBODY,
+) -> Result:
+    """Begin a collective and return `stages(operation)`, as `in_stages`. Raises as `GroupHealth.begin`.
+
+    `nbytes` is what this rank brings and `root` a place in the group; the status page shows both.
+    """
+    # Used if a handler raises inside of `begin`, when the call may have taken its number already.
+    operation = Operation(plane, name, 0)
+    lane = health.shown.lanes[plane]
+    try:
+        operation = health.begin(plane, name, lane)
+        lane.begin(kind_of(name), operation.number, nbytes, root)
+        result = stages(operation)
+        lane.end(DONE)
+    except BaseException as error:
+        health.left = operation, error
+        health.left_halfway(operation, error)
+        if operation.number:
+            lane.end(FAILED)
+        raise
+    return result
+
+
+class Refusing(Protocol):
+    """The memory of the ranks of one host; see `RegionCalls`."""
+
+    def refuse(self, reason: str) -> None:
+        """Take the number of a call that this rank refuses, and tell the others why."""
+
+    def catch_up(self) -> None:
+        """Tell the others of refusals whose turn has come."""
 
 
 class _Claim:
@@ -44,22 +123,24 @@ class _Claim:
 
 
 class Turns:
-    """Lets one collective of the device plane after the other begin on this rank; see `Plane` of its refusals."""
+    """Lets one collective of a plane after the other begin on this rank; see `Plane` of its refusals."""
 
-    def __init__(self, health: GroupHealth, region: RegionCalls | None) -> None:
+    def __init__(self, health: GroupHealth, plane: str, region: Refusing | None = None) -> None:
         """Order the calls of a group.
 
         Args:
             health: The group's shared state.
-            region: What the ranks of this host share; None if this rank is alone on its host.
+            plane: Their plane, "host" or "device".
+            region: The memory of the ranks of this host, if it carries a part of these calls.
         """
         self._health = health
+        self._plane = plane
         self._region = region
         # The first one is in its call, the others wait. Appending and removing are atomic.
         self._claims: deque[_Claim] = deque()
         # Reasons of refusals that other threads have made during a call.
         self._refusals: deque[str] = deque()
-        health.attach("device", self)
+        health.attach(plane, self)
 
     def make(
         self,
@@ -85,7 +166,7 @@ class Turns:
 
         def call(end: float) -> Result:
             return collective(
-                self._health, "device", name, lambda operation: stages(operation, end), nbytes, root
+                self._health, self._plane, name, lambda operation: stages(operation, end), nbytes, root
             )
 
         return self.take(name, call, timeout_s)
@@ -117,13 +198,13 @@ class Turns:
         """Raise if this thread is in a call already, further out."""
         for other in list(self._claims):
             if other.thread == claim.thread and other.is_live():
-                raise without_place(self._health, name, _core.NESTED)
+                raise without_place(self._health, name, NESTED)
 
     def _await_turn(self, name: str, claim: _Claim, end: float) -> None:
         """Return when the claims before this one are gone."""
         while not self._is_first(claim):
             if time.monotonic() >= end:
-                raise without_place(self._health, name, _core.BUSY)
+                raise without_place(self._health, name, BUSY)
             self._health.check_usable(name)
             time.sleep(_TURN_S)
 
@@ -152,7 +233,7 @@ class Turns:
             self._region.catch_up()
 
     def last_calls(self) -> dict[int, Arrival]:
-        """Return nothing: the memory of a host knows only the steps of which calls are made."""
+        """Return nothing: only the status store knows."""
         return {}
 
     def settle_between_calls(self) -> None:
@@ -179,12 +260,10 @@ class Turns:
                 reason = self._refusals.popleft()
             except IndexError:  # another thread has taken it
                 return
-            self._health.refusals.tell(self._health, "device", reason)
+            self._health.refusals.tell(self._health, self._plane, reason)
             if self._region is not None:
                 self._region.refuse(reason)
 
 
 # The functions that hold a claim while they run.
 _CLAIMING: Final = frozenset({Turns.take.__code__, Turns.settle_between_calls.__code__})
-
-__all__ = ["Turns"]

@@ -320,8 +320,9 @@ class RingReader(RingEnd):
             if self.guard is not None:
                 self.guard.look(call)
             return
+        # Between the two looks it may have published something or closed the queue, and then ended.
+        self._begin_wait(call)
         if self._status(call) == _DATA:
-            # It has published this between the two looks, and then died.
             return
         error = PeerLostError(
             f"{self._where(call)}: lost {self._describe_writer()}; close the queue",

@@ -1,5 +1,6 @@
 """How calls on a queue wait: deadlines, warnings, Ctrl-C, and closing from either end or another thread."""
 
+import asyncio
 import logging
 import signal
 import threading
@@ -377,3 +378,35 @@ def test_the_last_message_of_a_writer_that_dies_between_two_looks_is_read(
             patch.setattr(ring, "_watch", SimpleNamespace(lost=publishes_and_dies))
             ring.raise_if_lost("dequeue")
         assert reader.dequeue(10.0) == "last"
+
+
+@pytest.mark.guarantee("B7")
+@pytest.mark.parametrize("call", ["dequeue", "try_dequeue", "adequeue", "dequeue_any", "loan"])
+def test_a_writer_that_closes_the_queue_and_ends_between_two_looks_has_closed_it(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader finds no end, then the writer closes the queue and ends, then the reader finds that it has ended."""
+    with queue() as (writer, [reader]):
+        ring: Any = reader._ring
+
+        def closes_and_ends() -> tuple[int, ...]:
+            writer.close()
+            return (0,)
+
+        def read() -> None:
+            if call == "adequeue":
+                asyncio.run(reader.adequeue(10.0))
+            elif call == "dequeue_any":
+                dequeue_any([reader], 10.0)
+            elif call == "loan":
+                reader.loan(10.0).__enter__()
+            elif call == "dequeue":
+                reader.dequeue(10.0)
+            else:
+                reader.try_dequeue()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ring._watch, "lost", closes_and_ends)
+            with pytest.raises(ClosedError, match="the writer closed the queue"):
+                read()
+        assert ring.endpoint.cause is None

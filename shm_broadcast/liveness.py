@@ -234,7 +234,9 @@ class PeerWatch:
         self._looks: list[Callable[[], None]] = []
         self._holds_back: Callable[[int, str], bool] = lambda _rank, _how: False
         self._doubts: list[Callable[[], bool]] = []
-        # A signal handler may run while this thread holds it, and look or close too.
+        # Keeps reports and closings of several threads apart; a signal handler may run while this thread holds it, and
+        # close too. `adopt` and `lost` take no lock: a handler that has interrupted `lost` may close a queue, and so
+        # wait for a thread that calls either.
         self._lock = threading.RLock()
         try:
             for rank, peer in self._peers.items():
@@ -263,9 +265,8 @@ class PeerWatch:
 
         This object takes ownership of the descriptor.
         """
-        with self._lock:
-            self._peers[rank] = peer
-            self._descriptors[rank] = descriptor
+        self._peers[rank] = peer
+        self._descriptors[rank] = descriptor
 
     def report(self, rank: int, how: str) -> None:
         """Count `rank` as ended because a process that sees it says so; `how` tells which one, for errors."""
@@ -310,17 +311,17 @@ class PeerWatch:
         """Return the global ranks whose process has ended, ascending. Does not block."""
         for look in self._looks:
             look()
-        with self._lock:
-            if self._descriptors:
-                poller = select.poll()
-                ranks = {descriptor: rank for rank, descriptor in list(self._descriptors.items())}
-                for descriptor in ranks:
-                    poller.register(descriptor, select.POLLIN)
-                for descriptor, _ in poller.poll(0):
-                    # A signal handler may have closed this descriptor since it was polled.
-                    if self._descriptors.get(ranks[descriptor]) == descriptor:
-                        self._lost.add(ranks[descriptor])
-            return tuple(sorted(self._lost))
+        if self._descriptors:
+            poller = select.poll()
+            ranks = {descriptor: rank for rank, descriptor in list(self._descriptors.items())}
+            for descriptor in ranks:
+                poller.register(descriptor, select.POLLIN)
+            for descriptor, _ in poller.poll(0):
+                # A signal handler or another thread may have closed this descriptor since it was listed. Its number
+                # may be that of something else now, but it is forgotten before it is closed.
+                if self._descriptors.get(ranks[descriptor]) == descriptor:
+                    self._lost.add(ranks[descriptor])
+        return tuple(sorted(self._lost))
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the pidfds that are open. Each becomes readable when its process ends, and stays so until `close`."""

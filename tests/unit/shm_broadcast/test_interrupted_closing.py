@@ -3,7 +3,9 @@
 import os
 import threading
 import time
+from contextlib import ExitStack
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from shm_broadcast.errors import ClosedError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from tests.handlers import handling_at, raising_at
 from tests.queues import fill, queue
+from tests.waiting import wait_until
 
 PLACES = (
     *(f"shm_broadcast/ring/{name}.py" for name in ("reader", "signal", "writer")),
@@ -56,3 +59,26 @@ def test_a_close_that_a_handler_interrupts_is_finished(kind: str, what: str) -> 
         if not came:
             break
     assert step > 6
+
+
+@pytest.mark.guarantee("B7", "R15")
+def test_a_handler_inside_of_a_look_for_lost_readers_closes_a_queue_that_a_reader_is_opening() -> None:
+    """The thread that admits the reader, for whose end `close` waits, does not wait for the look."""
+    for step in count():
+        with QueueWriter.create("steps", [0]) as writer, ExitStack() as stack:
+            ring: Any = writer._ring
+            handover: Any = writer._handover
+
+            def close(
+                writer: QueueWriter = writer, stack: ExitStack = stack, handover: Any = handover
+            ) -> None:
+                stack.enter_context(QueueReader.open(writer.handle, writer.key, 0, 10.0))
+                # It ends once every reader has come.
+                wait_until(lambda: not handover._thread.is_alive(), "the end of the thread", 20.0)
+                writer.close()
+
+            if not handling_at(step, ring._watch.lost, close, ("shm_broadcast/liveness.py",)):
+                break
+            with pytest.raises(ClosedError):
+                writer.enqueue("more", 1.0)
+    assert step > 1

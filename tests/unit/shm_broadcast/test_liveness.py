@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from shm_broadcast import liveness
 from shm_broadcast.errors import UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, process_state, this_process
-from tests.handlers import raising_at
+from tests.handlers import handling_at, raising_at
 from tests.waiting import wait_until
 
 # The kernel acts at once; a busy machine may take this long.
@@ -330,3 +330,30 @@ def test_closing_gives_every_descriptor_back() -> None:
         watch.close()
         assert descriptors() == before
         assert watch.lost() == (1,)
+
+
+@pytest.mark.guarantee("R15")
+def test_a_handler_inside_of_a_look_may_wait_for_threads_that_look_and_adopt() -> None:
+    """A `close` in a handler waits for such threads, and they must not wait for the look that it has interrupted."""
+    with sleeper() as process:
+        peer = identity_of(process.pid)
+        for step in count():
+            watch = PeerWatch(this_process(), {1: peer})
+
+            def look_and_adopt(watch: PeerWatch = watch) -> None:
+                watch.adopt(2, peer, os.pidfd_open(process.pid))
+                watch.lost()
+
+            def wait_for_another_thread(work: Callable[[], None] = look_and_adopt) -> None:
+                thread = threading.Thread(target=work, daemon=True)
+                thread.start()
+                thread.join(SOON_S)
+                assert not thread.is_alive(), "the other thread waits for the look"
+
+            came = handling_at(step, watch.lost, wait_for_another_thread, ("shm_broadcast/liveness.py",))
+            assert watch.lost() == ()
+            assert watch.watches(2) == came
+            watch.close()
+            if not came:
+                break
+    assert step > 4

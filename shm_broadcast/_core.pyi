@@ -304,10 +304,22 @@ class ReadEndpoint(_Endpoint):
         """
 
     def lend(self, timeout_ns: int = -1, /) -> object:
-        """Wait until a record is complete. This thread then has it on loan until `end_loan`, or lets the result go."""
+        """Wait until a record is complete. This thread then has it on loan until it lets the result go.
 
-    def end_loan(self, taken_bytes: int, /) -> None:
-        """End the loan. It has read a message of `taken_bytes`, or no message if that is 0."""
+        A `LoanBlock` that holds the result lets it go when it ends.
+        """
+
+class LoanBlock:
+    """The base of a block in which a message is on loan; the subclass begins it."""
+
+    hold: Any
+    """What the block holds until it ends, such as a result of `lend`, or None."""
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Let go what the block holds; raise if that is a loan and the ring was overwritten.
+
+        Native, so that no signal handler raises at the end of the block before this has happened.
+        """
 
 def undisturbed(call: Callable[[], _Returned], /) -> _Returned:
     """Return what `call` returns. The kernel gives this thread no signals meanwhile, except for those of its faults."""

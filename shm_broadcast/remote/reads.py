@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from shm_broadcast import codec
-from shm_broadcast._core import NOTHING
+from shm_broadcast._core import NOTHING, LoanBlock
 from shm_broadcast.endpoint import RemoteEndpoint
 from shm_broadcast.errors import ClosedError, DecodeError, PeerLostError, UsageError
 from shm_broadcast.interruption import is_held, raised_by_handler
@@ -103,7 +103,7 @@ class RemoteReads(RemoteEnd):
     def _refuse_nested(self, call: str) -> None:
         """Raise if this thread reads already, or has a message on loan: the locks would let it in again."""
         loan = self._lent()
-        has_loan = loan is not None and loan.thread == threading.get_ident()
+        has_loan = loan is not None and loan.hold == threading.get_ident()
         if has_loan or is_held(self._calls) or is_held(self._lock):
             raise UsageError(
                 f"{self._where(call)}: this thread is inside of a call on the queue already, as in a signal handler or "
@@ -194,30 +194,23 @@ class RemoteReads(RemoteEnd):
         self._settle()
 
 
-class _Loan(AbstractContextManager[Any]):
+class _Loan(LoanBlock):
     """The block in which a message is on loan. Its object is a copy, so that nothing has to be let go at the end.
 
-    A handler that raises where the block ends also ends the loan, as the reader does not keep this object.
-
-    Attributes:
-        thread: The thread that has the message on loan; 0 outside of the block.
+    `hold` is the number of the thread that has the message on loan; None outside of the block.
     """
 
     def __init__(self, reader: RemoteReads, timeout_s: float | None) -> None:
         self._reader = reader
         self._timeout_s = timeout_s
-        self.thread: int = 0
 
     def __enter__(self) -> Any:
-        self.thread = threading.get_ident()
+        self.hold = threading.get_ident()
         try:
             return self._reader.lend(self, self._timeout_s)
         except BaseException:
-            self.thread = 0
+            self.hold = None
             raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.thread = 0
 
 
 def _no_loan() -> None:

@@ -341,13 +341,12 @@ class RingReader(RingEnd):
             self._signal.end()
 
 
-class _Loan(AbstractContextManager[Any]):
+class _Loan(_core.LoanBlock):
     """The block in which a message is on loan. Whatever interrupts its beginning, the message stays the next one."""
 
     def __init__(self, reader: RingReader, timeout_s: float | None) -> None:
         self._reader = reader
         self._timeout_s = timeout_s
-        self._hold: object = None
 
     def __enter__(self) -> Any:
         start, endpoint = time.monotonic(), self._reader.endpoint
@@ -360,12 +359,6 @@ class _Loan(AbstractContextManager[Any]):
             left_s = None if self._timeout_s is None else start + self._timeout_s - time.monotonic()
             return self._reader.read(left_s)
         # From here on the message counts as read: no signal handler runs before the block begins.
-        self._hold = hold
+        self.hold = hold
         endpoint.lent_bytes = nbytes
         return value
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._hold is not None:
-            endpoint = self._reader.endpoint
-            endpoint.end_loan(endpoint.lent_bytes)
-            self._hold = None

@@ -218,19 +218,20 @@ def test_a_forked_child_gives_no_loan_back(*, lets_go: bool) -> None:
     """However the child ends the loan that it inherits, the parent's message stays on loan, and the next one comes."""
     memory, writer, reader = ends()
     assert [writer.send_now(each, 0) for each in ("lent", "next")] == [None, None]
-    loans = [reader.lend(0)]
+    block = _core.LoanBlock()
+    block.hold = reader.lend(0)
     reader.lent_bytes = 1
     before = memory[:]
 
     def end_loan() -> bool:
         if lets_go:
-            loans.clear()
+            block.hold = None
         else:
-            reader.end_loan(1)
+            block.__exit__()
         return memory[:] == before and not reader.is_busy
 
     assert has_passed_in_child(end_loan)
-    reader.end_loan(1)
+    block.__exit__()
     assert reader.receive_within(0, 0) == "next"
 
 
@@ -361,7 +362,7 @@ def test_a_mapping_that_holds_no_ring_is_refused(name: str, value: int) -> None:
         (ends()[2].receive_within, ("a", 0)),
         (ends()[2].receive, ("a",)),
         (ends()[2].receive, (0, 0)),
-        (ends()[2].end_loan, (0,)),
+        (_core.LoanBlock, (0,)),
         (ends()[1].send, ()),
         (ends()[1].send_now, (1,)),
         (ends()[1].send_now, (1, -1)),

@@ -175,6 +175,8 @@ extern PyMethodDef read_methods[];
 extern PyMethodDef bell_functions[];
 // The type ReadEndpoint, which lives as long as the module.
 extern PyObject* read_type;
+// Adds the type LoanBlock. Returns false with an exception.
+bool add_loan_block(PyObject* module);
 PyObject* close(PyObject* self, PyObject* refusing);
 PyObject* fail(PyObject* self, PyObject* error);
 

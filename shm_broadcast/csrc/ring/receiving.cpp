@@ -1,9 +1,11 @@
 // This file implements the reading endpoint, which waits for records and turns them into objects.
+#include "endpoint.hpp"
+
 #include <fcntl.h>
+#include <structmember.h>
 
 #include <algorithm>
-
-#include "endpoint.hpp"
+#include <utility>
 
 namespace endpoint {
 namespace {
@@ -322,10 +324,15 @@ PyObject* read_receive_within(PyObject* self, PyObject* const* args, Py_ssize_t 
     return result;
 }
 
-// Ends the loan. If a message of `nbytes` > 0 was read, gives its record back; but not in a forked child, whose parent has it on
-// loan. Returns false if there is no readable record.
-bool end_loan(Endpoint* end, uint64_t nbytes) {
-    if (is_inherited(end)) nbytes = 0;
+constexpr const char* kLoanName = "loan";
+
+Endpoint* lender(PyObject* loan) { return endpoint_of(static_cast<PyObject*>(PyCapsule_GetPointer(loan, kLoanName))); }
+
+// Ends the loan that a capsule stands for, unless it has ended already. If a message was read, gives its record back; but not in a forked
+// child, whose parent has it on loan. Returns false if there is no readable record.
+bool end_loan(Endpoint* end, PyObject* loan) {
+    if (!end->is_lent || end->loans != reinterpret_cast<uintptr_t>(PyCapsule_GetContext(loan))) return true;
+    const uint64_t nbytes = is_inherited(end) ? 0 : end->lent_bytes;
     ring::RecordHeader record{};
     unsigned char* payload = nullptr;
     const bool is_there = nbytes == 0 || (end->ring->has_whole_record(end->index) && end->ring->next(end->index, &record, &payload));
@@ -341,19 +348,37 @@ bool end_loan(Endpoint* end, uint64_t nbytes) {
     return is_there;
 }
 
-constexpr const char* kLoanName = "loan";
-
-// The destructor of a loan's capsule: ends the loan, unless it has ended already.
-void drop_loan(PyObject* capsule) {
-    PyObject* self = static_cast<PyObject*>(PyCapsule_GetPointer(capsule, kLoanName));
-    Endpoint* end = endpoint_of(self);
-    const auto number = reinterpret_cast<uintptr_t>(PyCapsule_GetContext(capsule));
-    if (end->is_lent && end->loans == number) end_loan(end, end->lent_bytes);
-    Py_DECREF(self);
+// The destructor of a loan's capsule.
+void drop_loan(PyObject* loan) {
+    Endpoint* end = lender(loan);
+    end_loan(end, loan);
+    Py_DECREF(reinterpret_cast<PyObject*>(end));
 }
 
-// lend([timeout_ns]) -> loan: waits until a record is complete. The calling thread then has it on loan until `end_loan`, or until
-// the returned object is let go. Then a message of `lent_bytes` was read, or none if that is 0.
+// The base of a block in which a message is on loan. Its `__exit__` is native, so that no signal handler can raise between the end of the
+// block and the end of the loan. What one raises at the beginning of a method in Python keeps the object of that method alive.
+struct LoanBlock {
+    PyObject_HEAD
+    PyObject* hold;  // what the block holds until it ends, such as a loan, or nullptr
+};
+
+PyObject* exit_block(PyObject* self, PyObject*) {
+    const Ref hold(std::exchange(reinterpret_cast<LoanBlock*>(self)->hold, nullptr));
+    if (!hold || !PyCapsule_IsValid(hold.get(), kLoanName)) Py_RETURN_NONE;
+    Endpoint* end = lender(hold.get());
+    if (!end_loan(end, hold.get())) return corrupt(end, "the ring holds no readable record");
+    Py_RETURN_NONE;
+}
+
+void drop_block(PyObject* self) {
+    PyTypeObject* type = Py_TYPE(self);
+    Py_CLEAR(reinterpret_cast<LoanBlock*>(self)->hold);
+    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+// lend([timeout_ns]) -> loan: waits until a record is complete. The calling thread then has it on loan until the block ends that holds
+// the returned object, or until that object is let go. Then a message of `lent_bytes` was read, or none if that is 0.
 PyObject* read_lend(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Endpoint* end = endpoint_of(self);
     long long timeout_ns = -1;
@@ -378,16 +403,6 @@ PyObject* read_lend(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     end->is_lent = true;
     turn.keep();
     return loan.release();
-}
-
-// end_loan(taken_bytes): ends the loan. It has read a message of `taken_bytes`, or no message if that is 0.
-PyObject* read_end_loan(PyObject* self, PyObject* taken) {
-    Endpoint* end = endpoint_of(self);
-    const unsigned long long nbytes = PyLong_AsUnsignedLongLong(taken);
-    if (nbytes == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
-    if (!end->is_lent) return PyErr_Format(PyExc_ValueError, "nothing is on loan");
-    if (!end_loan(end, nbytes)) return corrupt(end, "the ring holds no readable record");
-    Py_RETURN_NONE;
 }
 
 // set_signal(eventfd): from now on it is readable while a message is there. A thread must run `ring_signal`. The endpoint has a
@@ -416,10 +431,20 @@ PyMethodDef read_methods[] = {
     METHOD("receive_within", read_receive_within, METH_FASTCALL),
     METHOD("set_signal", read_set_signal, METH_O),
     METHOD("lend", read_lend, METH_FASTCALL),
-    METHOD("end_loan", read_end_loan, METH_O),
     METHOD("fail", fail, METH_O),
     METHOD("close", close, METH_O),
     {nullptr, nullptr, 0, nullptr},
 };
+
+bool add_loan_block(PyObject* module) {
+    static PyMethodDef methods[] = {{"__exit__", exit_block, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+    static PyMemberDef members[] = {{"hold", T_OBJECT, offsetof(LoanBlock, hold), 0, nullptr}, {nullptr, 0, 0, 0, nullptr}};
+    PyType_Slot slots[] = {
+        {Py_tp_dealloc, reinterpret_cast<void*>(drop_block)}, {Py_tp_methods, methods}, {Py_tp_members, members}, {0, nullptr},
+    };
+    PyType_Spec spec = {"shm_broadcast._core.LoanBlock", sizeof(LoanBlock), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+    const Ref type(PyType_FromSpec(&spec));
+    return type && PyModule_AddObjectRef(module, "LoanBlock", type.get()) == 0;
+}
 
 }  // namespace endpoint

@@ -15,7 +15,7 @@ from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import CommTimeoutError, UsageError
 from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
 from shm_broadcast.remote.ledger import Ledger, Part
-from tests.handlers import PLACES, Interrupt, raising_at
+from tests.handlers import PLACES, Interrupt, handling_at, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
 from tests.remotes import HERE, remote_queue
@@ -129,6 +129,36 @@ def test_a_handler_that_raises_in_a_remote_read_loses_no_message(call: str, nbyt
                 break
         assert step > 20
         assert reader.statistics().messages == 2 * (step + 1)
+
+
+@pytest.mark.guarantee("R14", "B3")
+def test_a_remote_loan_does_not_outlive_its_block_while_what_a_handler_has_raised_is_kept() -> None:
+    """Wherever it raises, at the end of the block too, this thread can read the next message."""
+    with remote_queue(heartbeat_s=0.1) as (writer, readers):
+        reader = readers[1]
+        for step in count():
+            writer.enqueue(step, DEADLINE_S)
+            writer.enqueue("between", DEADLINE_S)
+            wait_until(reader._ring.is_ready, "the message")
+            seen: list[Any] = []
+            raised: list[Interrupt] = []
+
+            def interrupt() -> None:
+                raise Interrupt
+
+            try:
+                lend = partial(read_once, reader, "loan", seen)
+                came = handling_at(step, lend, interrupt, (*PLACES, "test_remote_handlers.py"))
+            except Interrupt as error:
+                raised.append(error)
+                came = True
+            if not seen:
+                seen.append(reader.dequeue(DEADLINE_S))
+            assert seen == [step]
+            assert reader.dequeue(DEADLINE_S) == "between"
+            if not came:
+                break
+        assert step > 20
 
 
 def until_last(reader: QueueReader) -> list[Any]:

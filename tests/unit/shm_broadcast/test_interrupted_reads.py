@@ -3,7 +3,9 @@
 import copy
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -15,6 +17,7 @@ from shm_broadcast.errors import CommTimeoutError, DecodeError, GroupBrokenError
 from shm_broadcast.layout import FIELDS
 from shm_broadcast.queue import QueueReader, dequeue_any
 from shm_broadcast.settings import MIN_RING_BYTES
+from tests.handlers import Interrupt, handling_at
 from tests.queues import background, fill, memory_of, put_word, queue
 from tests.waiting import wait_until
 
@@ -76,6 +79,50 @@ def test_a_message_whose_decoding_is_interrupted_stays_the_next(
             assert np.array_equal(read(reader, call).data, message.data)
             assert reader.dequeue(10.0) == "next"
         assert reader.statistics().messages == 2
+
+
+@pytest.mark.guarantee("R14", "B3")
+def test_a_loan_does_not_outlive_its_block_while_what_a_handler_has_raised_is_kept() -> None:
+    """Wherever it raises, at the end of the block too, the loan is over and its room is free."""
+    places = ("ring/reader.py", "test_interrupted_reads.py")
+    with queue() as (writer, [reader]):
+        for step in count():
+            writer.enqueue(step, 1.0)
+            seen: list[int] = []
+            raised: list[Interrupt] = []
+
+            def lend(seen: list[int] = seen) -> None:
+                with reader.loan(10.0) as lent:
+                    seen += [lent]
+
+            def interrupt() -> None:
+                raise Interrupt
+
+            try:
+                came = handling_at(step, lend, interrupt, places)
+            except Interrupt as error:
+                raised.append(error)
+                came = True
+            if not seen:
+                seen.append(reader.dequeue(1.0))
+            assert seen == [step]
+            assert reader.try_dequeue() == (False, None)
+            assert reader.statistics().readers[0].behind_bytes == 0
+            if not came:
+                break
+        assert step > 8
+
+
+def test_a_stack_of_contexts_can_enter_a_loan() -> None:
+    """`contextlib.ExitStack` takes the methods of the loan's class in place of those of the loan."""
+    with queue() as (writer, [reader]):
+        writer.enqueue("lent", 1.0)
+        writer.enqueue("next", 1.0)
+        with ExitStack() as stack:
+            assert stack.enter_context(reader.loan(1.0)) == "lent"
+            with pytest.raises(UsageError, match="on loan"):
+                reader.dequeue(1.0)
+        assert reader.dequeue(1.0) == "next"
 
 
 @pytest.mark.guarantee("B10")

@@ -197,9 +197,7 @@ class RemoteWriter(RemoteEnd):
         for part in parts:
             self._push_to_all(part.frame)
         self._ready = []
-        # Sending clears the descriptor that wakes the thread: receive here what has arrived meanwhile.
-        if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN and self._drain():
-            os.eventfd_write(self._wake, 1)
+        self._receive_rest()
 
     def check(self, call: str) -> None:
         """Raise unless this process can use this end now, as `RemoteEnd.check` does.
@@ -362,6 +360,7 @@ class RemoteWriter(RemoteEnd):
         last = self._ledger.last.number + self._is_ended
         for link in self._ledger.links.values():
             self._push(link, zmq.Frame(pack(Kind.BEAT, last, self._is_waiting, link.ask)))
+        self._receive_rest()
 
     def _push_to_all(self, frame: zmq.Frame) -> None:
         for link in self._ledger.links.values():
@@ -390,6 +389,11 @@ class RemoteWriter(RemoteEnd):
                 raise
             return False
         return True
+
+    def _receive_rest(self) -> None:
+        """Receive what has arrived while records were sent: sending clears the descriptor that wakes the thread."""
+        if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN and self._drain():
+            os.eventfd_write(self._wake, 1)
 
     def _drain(self) -> bool:
         """Receive what the readers have sent, up to a batch of it; return whether more may be waiting."""
@@ -520,6 +524,7 @@ class RemoteWriter(RemoteEnd):
             self._send_ready()
             self._is_ended = True
             self._push_to_all(self._end())
+            self._receive_rest()
             self._news.tell()
 
     def _is_finished(self) -> bool:

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 from shm_broadcast._core import fork_count
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 
-__all__ = ["Aside", "DaemonThread", "import_aside", "made_aside"]
+__all__ = ["Aside", "DaemonThread", "ImportingError", "import_aside", "made_aside"]
 
 _Made = TypeVar("_Made")
 
@@ -24,6 +25,14 @@ _Made = TypeVar("_Made")
 _LOOK_S: Final = 0.1
 # How long `settle` waits before it aborts a step once more.
 _AGAIN_S: Final = 0.02
+# Where Python's import holds a module's lock, and where it holds the lock of all imports.
+_IMPORTLIB: Final = "<frozen importlib._bootstrap>"
+_IMPORTS_ONE: Final = "_find_and_load"
+_STOPS_ALL: Final = ("_find_spec", "_get_module_lock")
+
+
+class ImportingError(UsageError):
+    """What a call needs waits for an import that the calling thread itself is inside of, as in a signal handler."""
 
 
 class DaemonThread(threading.Thread):
@@ -226,18 +235,37 @@ def _check_parent(forks: int) -> None:
         raise UsageError("a signal handler has forked this process while something was made for the parent")
 
 
-def import_aside(name: str) -> None:
+def import_aside(name: str, *needs: str) -> None:
     """Import a module ahead of an `import` statement, on a thread on which no signal handler can raise.
 
     If a handler raises inside of `import`, Python's lock of that module may stay taken, and the next import
     of the module would wait for ever. Here the handler's exception passes unchanged once the import is over. The
-    caller must not be inside of an import that the module needs: the thread would wait for it.
+    caller must not be inside of an import that the module needs, other than of `needs`: the thread would wait for it.
 
-    Raises: as `made_aside`, and what the module raises.
+    Raises:
+        ImportingError: The caller is inside of an import of one of `needs`, or where no other thread can import.
+        Exception: As `made_aside`, and what the module raises.
     """
     module = sys.modules.get(name)
     if module is None or getattr(module.__spec__, "_initializing", False):
+        if threading.current_thread() is threading.main_thread():
+            _refuse_within_import((name, *needs))
         made_aside(partial(importlib.import_module, name), _keep, _wait)
+
+
+def _refuse_within_import(names: tuple[str, ...]) -> None:
+    """Raise if another thread that imports these modules would wait for an import that this one is inside of."""
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - there is no public way to the calling frames
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTLIB:
+            where = frame.f_code.co_name
+            imported = frame.f_locals.get("name")
+            if where in _STOPS_ALL or (where == _IMPORTS_ONE and imported in names):
+                raise ImportingError(
+                    f"this thread is inside of an import of {imported}, as in a signal handler or a finalizer; call "
+                    f"this again when that is over, because it needs {names[-1]}, which is not imported yet"
+                )
+        frame = frame.f_back
 
 
 def _keep(_module: object) -> None:

@@ -80,7 +80,7 @@ from shm_broadcast.codec.registry import (
 from shm_broadcast.codec.wire_format import Builder, Code, DataBuilder, Describer, Description, Refusal
 from shm_broadcast.errors import CapabilityError, DecodeError, UsageError
 from shm_broadcast.interruption import raised_by_handler
-from shm_broadcast.threads import import_aside
+from shm_broadcast.threads import ImportingError, import_aside
 
 __all__ = [
     "MAX_DEPTH",
@@ -105,7 +105,8 @@ _VERSION: Final = 1
 _PREFIX_BYTES: Final = 32
 
 _PADDING: Final = memoryview(bytes(_core.ALIGNMENT))
-_LAZY: Final = ("numpy", "torch", "zoneinfo")
+# Packages whose adapters are loaded at the first use, with what their import needs of the others and itself.
+_LAZY: Final = {"numpy": ("numpy",), "torch": ("numpy", "torch"), "zoneinfo": ("zoneinfo",)}
 _LAZY_CODES: Final = {
     **dict.fromkeys((Code.NUMPY_DTYPE, Code.NUMPY_TEXT, Code.NUMPY_ARRAY, Code.NUMPY_SCALAR), "numpy"),
     **dict.fromkeys((Code.TORCH_DTYPE, Code.TORCH_SIZE, Code.TORCH_DEVICE, Code.TORCH_TENSOR), "torch"),
@@ -211,7 +212,8 @@ def decode(frame: bytes | bytearray | memoryview, type: Any = None, *, copy: boo
 
     Raises:
         DecodeError: The bytes are no valid frame, hold a type that is unknown here, or are not of `type`.
-        UsageError: `frame` is no contiguous buffer, or `type` is no type that msgspec can convert to.
+        UsageError: `frame` is no contiguous buffer, or `type` is no type that msgspec can convert to. Or this thread is
+            importing a module that the object needs, as in a signal handler.
     """
     _check_frame(frame)
     try:
@@ -225,8 +227,11 @@ def decode(frame: bytes | bytearray | memoryview, type: Any = None, *, copy: boo
 
 
 def decode_error(error: Exception) -> DecodeError | MemoryError | None:
-    """Return what `decode` raises for an exception of the native decoder; None if a signal handler raised it."""
-    if raised_by_handler(error):
+    """Return what `decode` raises for an exception of the native decoder; None if the bytes are not at fault.
+
+    They are not if a signal handler has raised it, or if this thread is importing a module that the object needs.
+    """
+    if isinstance(error, ImportingError) or raised_by_handler(error):
         return None
     if isinstance(error, (DecodeError, MemoryError)):
         return error
@@ -290,7 +295,7 @@ def _adapter_of(package: str) -> Any:
     """
     name = f"shm_broadcast.codec.{package}_adapter"
     with suppress(CapabilityError):
-        import_aside(name)
+        import_aside(name, *_LAZY[package])
     adapter = _adapters[package] = importlib.import_module(name)
     return adapter
 

@@ -208,8 +208,8 @@ class RingReader(RingEnd):
             try:
                 return hold, codec.decode(memoryview(window), copy=False), len(window)
             except Exception as error:
-                # An undecodable message is dropped. After a handler's exception it stays the next one.
-                taken = 0 if raised_by_handler(error) else len(window)
+                # An undecodable message is dropped. If the message is not at fault, it stays the next one.
+                taken = 0 if codec.decode_error(error) is None else len(window)
                 raise
         except BaseException:
             # No signal handler runs between these two: letting go ends the loan.

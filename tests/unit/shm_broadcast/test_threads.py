@@ -14,8 +14,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from shm_broadcast import codec
 from shm_broadcast.threads import Aside, DaemonThread, import_aside
 from tests.handlers import Interrupt, raising_at, uncollected
 from tests.waiting import wait_until
@@ -222,6 +224,71 @@ def test_a_handler_that_strikes_where_the_codec_loads_its_adapters_hides_none() 
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
     assert said_by("decode", said_by("encode")) == "[0, 1, 2]"
+
+
+READS_WITHIN_AN_IMPORT = """
+import signal
+import sys
+from shm_broadcast import codec
+from shm_broadcast.endpoint import RemoteKeys
+from shm_broadcast.errors import UsageError
+from shm_broadcast.queue import QueueReader, QueueWriter
+
+frame, is_far, place = bytes.fromhex(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
+message, keys = codec.Message(frame, (), len(frame)), RemoteKeys.generate()
+far = {"remote_readers": {0: keys.public}, "bind_address": "127.0.0.1"}
+writer = QueueWriter.create("steps", **far) if is_far else QueueWriter.create("steps", [0])
+reader = QueueReader.open(writer.handle, writer.key, 0, remote_keys=keys)
+writer.wait_until_ready(10.0)
+if is_far:
+    codec.encode = lambda _obj: message
+    writer.enqueue(None, 10.0)
+else:
+    writer._ring.write(message, 10.0)
+refusals = []
+
+def lend():
+    with reader.loan(10.0):
+        pass
+
+def read(_number, _frame):
+    for call in (lambda: reader.dequeue(10.0), reader.try_dequeue, lend):
+        try:
+            call()
+        except UsageError as error:
+            refusals.append(str(error))
+
+def strike(frame, event, _arg):
+    code = frame.f_code
+    if event == "call" and not refusals and "numpy" in sys.modules and code.co_name == place:
+        if place == "find_spec" or code.co_filename.endswith("/numpy/version.py"):
+            signal.raise_signal(signal.SIGUSR1)
+
+signal.signal(signal.SIGUSR1, read)
+sys.setprofile(strike)
+assert "numpy" not in sys.modules
+import numpy
+sys.setprofile(None)
+for each in refusals:
+    assert "inside of an import of numpy" in each and "it needs numpy" in each, each
+assert len(refusals) == 3
+print(reader.dequeue(10.0).tolist())
+reader.close()
+writer.close()
+"""
+
+
+@pytest.mark.guarantee("R15")
+@pytest.mark.parametrize("place", ["find_spec", "<module>"])
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_handler_that_needs_a_module_which_its_thread_is_importing_is_refused(
+    *, is_far: bool, place: str
+) -> None:
+    """Its reads end, though they can have the array only after the import; the array stays the next message."""
+    frame = codec.encode(np.arange(3)).to_bytes().hex()
+    command = [sys.executable, "-c", READS_WITHIN_AN_IMPORT, frame, str(is_far), place]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (found.stdout.strip(), found.stderr) == ("[0, 1, 2]", "")
 
 
 def map_into(found: list[Any], call: Callable[[str], object], name: str) -> None:

@@ -94,7 +94,10 @@ def register_type(
             `encode` and `decode`.
         name: The name in messages; by default the module and qualified name.
         encode: Takes an object and returns what to send for it: any object that the codec supports.
-        decode: Takes what `encode` returned and rebuilds the object. Its input comes from a peer: check it.
+        decode: Takes what `encode` returned and rebuilds the object. Its input comes from a peer: check it. It may
+            change its input, but not the arrays and tensors in it if the message is on loan: they are the message. If a
+            signal handler raises in it, it is called again with the same input; but if the message came in parts, what
+            it has changed in arrays, tensors and bytearrays stays changed.
 
     Returns:
         The class, or a decorator if no class is given.

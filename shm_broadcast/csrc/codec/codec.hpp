@@ -48,6 +48,7 @@ enum Code : uint8_t {
     kFarByteArray = 6,
     kSurrogates = 7,
     kFirstHook = 16,
+    kRegistered = 19,
     kFirstData = 64,
     kNumpyArray = 64,
     kTorchTensor = 80,

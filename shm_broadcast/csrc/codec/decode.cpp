@@ -343,9 +343,12 @@ private:
         if (!meta) return nullptr;
         Ref body(code < kFirstData ? value(depth + 1) : data());
         if (!body) return nullptr;
-        Ref number(PyLong_FromLong(code));
+        Built* const earlier = code == kRegistered ? built_ : nullptr;
+        if (PyObject* found = earlier == nullptr ? nullptr : earlier->next()) return found;
+        const Ref number(PyLong_FromLong(code));
         if (!number) return nullptr;
-        return PyObject_CallFunctionObjArgs(hook_, number.get(), meta.get(), body.get(), nullptr);
+        Ref result(PyObject_CallFunctionObjArgs(hook_, number.get(), meta.get(), body.get(), nullptr));
+        return result && earlier != nullptr && !earlier->add(result.get()) ? nullptr : result.release();
     }
 
     // Reads an integer that is not negative; returns false, perhaps with an exception set, for anything else.

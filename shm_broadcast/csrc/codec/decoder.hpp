@@ -1,6 +1,8 @@
 // The decoder: builds the object of a frame, whose buffers may be in memory of their own.
 #pragma once
 
+#include <vector>
+
 #include "codec.hpp"
 
 namespace codec {
@@ -12,6 +14,34 @@ struct FarBuffer {
     size_t nbytes;
 };
 
+// The objects of registered classes in a frame that may be decoded again, in order. Each is built once: its function may have changed
+// the buffers, which are the object's own memory, and would change them twice.
+class Built {
+public:
+    // Begins another try.
+    void rewind() { at_ = 0; }
+    // Returns the next object if an earlier try has built it, else nullptr without an exception.
+    PyObject* next() { return at_ < objects_.size() ? Py_NewRef(objects_[at_++].get()) : nullptr; }
+    // Adds the next object. Returns false with an exception set.
+    bool add(PyObject* object) {
+        try {
+            objects_.push_back(Ref::borrowed(object));
+        } catch (const std::bad_alloc&) {
+            return PyErr_NoMemory() != nullptr;
+        }
+        ++at_;
+        return true;
+    }
+    int traverse(visitproc visit, void* arg) const {
+        for (const Ref& each : objects_) Py_VISIT(each.get());
+        return 0;
+    }
+
+private:
+    std::vector<Ref> objects_;
+    size_t at_ = 0;
+};
+
 class Decoder {
 public:
     // Decodes a frame in one piece; `owner` keeps its bytes alive for the windows on them. If it `copies`, arrays and
@@ -19,8 +49,8 @@ public:
     Decoder(Span frame, PyObject* owner, PyObject* hook, bool copies)
         : frame_(frame), total_(frame.nbytes), owner_(owner), hook_(hook), copies_(copies), base_(frame.data) {}
     // Decodes a frame of `total` bytes of which only the header is in one piece.
-    Decoder(Span header, size_t total, const FarBuffer* far, PyObject* hook)
-        : frame_(header), total_(total), hook_(hook), far_(far) {}
+    Decoder(Span header, size_t total, const FarBuffer* far, PyObject* hook, Built* built)
+        : frame_(header), total_(total), hook_(hook), far_(far), built_(built) {}
     // Returns the object, or nullptr with an exception set. The header is copied first: a frame in shared memory may change while
     // it is decoded, and its strings are measured before they are built.
     PyObject* run() const;
@@ -32,6 +62,7 @@ protected:
     PyObject* hook_;
     bool copies_ = true;
     const FarBuffer* far_ = nullptr;  // the buffers that were not taken yet, if they are in memory of their own
+    Built* built_ = nullptr;  // nullptr if the buffers stay as they are, however often the frame is decoded
     const unsigned char* base_ = nullptr;  // start of a frame in one piece, whose buffers follow its header
 
 private:

@@ -2,6 +2,7 @@
 #include "assembly.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "../codec/blocks.hpp"
 
@@ -58,7 +59,21 @@ void Assembly::clear() {
     header_.clear();
     message_ = total_ = filled_ = 0;
     wanted_ = current_ = 0;
-    is_measured_ = is_broken_ = out_of_memory_ = false;
+    is_measured_ = is_broken_ = out_of_memory_ = is_decoded_ = false;
+    // Let go of last and all at once, because a destructor may look at the assembly.
+    const Ref outcome(std::move(outcome_));
+    const Built built(std::exchange(built_, Built()));
+}
+
+void Assembly::settle(Ref outcome, bool is_decoded) {
+    outcome_ = std::move(outcome);
+    is_decoded_ = is_decoded;
+    const Built built(std::exchange(built_, Built()));
+}
+
+int Assembly::traverse(visitproc visit, void* arg) const {
+    Py_VISIT(outcome_.get());
+    return built_.traverse(visit, arg);
 }
 
 // Learns the header's length from the prefix. Returns false if the prefix is invalid.
@@ -169,7 +184,8 @@ PyObject* Assembly::finish(PyObject* hook) {
     } else if (is_broken_) {
         PyErr_SetString(PyExc_ValueError, "the prefix or the table of buffers does not fit the length of the frame");
     } else {
-        Decoder decoder({header_.data(), header_.size()}, static_cast<size_t>(total_), far_.data(), hook);
+        built_.rewind();
+        Decoder decoder({header_.data(), header_.size()}, static_cast<size_t>(total_), far_.data(), hook, &built_);
         result = decoder.run();
     }
     return result;

@@ -26,9 +26,14 @@ public:
     // an invalid frame or a lack of memory after all bytes have come, so that the next message can follow.
     void feed(const unsigned char* from, size_t nbytes);
     // Returns the object, or nullptr with an exception. The assembly stays active until `clear`, so that the same message can be
-    // decoded again after an exception that is not its own fault.
+    // decoded again after an exception that is not its own fault. No object of a registered class is then built twice.
     PyObject* finish(PyObject* hook);
+    // Keeps what takes the place of the message, its object or an error, until `clear`.
+    void settle(Ref outcome, bool is_decoded);
+    PyObject* outcome() const { return outcome_.get(); }  // borrowed; nullptr before `settle`
+    bool is_decoded() const { return is_decoded_; }
     void clear();
+    int traverse(visitproc visit, void* arg) const;
 
 private:
     bool measure();
@@ -47,6 +52,9 @@ private:
     std::vector<unsigned char> header_;
     std::vector<FarBuffer> far_;
     std::vector<uint64_t> starts_;  // offset of each buffer in the frame
+    Built built_;  // empty once the message is decoded
+    Ref outcome_;
+    bool is_decoded_ = false;
 };
 
 }  // namespace codec

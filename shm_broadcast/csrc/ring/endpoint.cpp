@@ -172,11 +172,13 @@ void drop_signal(Endpoint* end) {
 }
 
 void release_memory(Endpoint* end) {
-    delete end->assembly;
+    // Forgotten first, because the destructor of an object that it keeps may call the endpoint.
+    const codec::Assembly* assembly = end->assembly;
+    end->assembly = nullptr;
+    delete assembly;
     delete end->ring;
     delete end->view;
     delete end->bell_view;
-    end->assembly = nullptr;
     end->ring = nullptr;
     end->view = nullptr;
     end->bell_view = nullptr;
@@ -194,7 +196,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
     if (end->kept != nullptr) {
         for (PyObject* message : *end->kept) Py_VISIT(message);
     }
-    return 0;
+    return end->assembly == nullptr ? 0 : end->assembly->traverse(visit, arg);
 }
 
 int clear(PyObject* self) {
@@ -208,6 +210,7 @@ int clear(PyObject* self) {
         end->kept->clear();
         for (PyObject* message : messages) Py_DECREF(message);
     }
+    if (end->assembly != nullptr) end->assembly->clear();
     return 0;
 }
 

@@ -100,17 +100,33 @@ PyObject* take_whole(Endpoint* end, const ring::RecordHeader& record, const unsi
     return is_decoded ? result.release() : delivered(result);
 }
 
+// Decodes the assembled message, unless an interrupted call has done so. Returns false, with an exception set, if that is
+// interrupted.
+bool settle(Endpoint* end, const ring::RecordHeader& record) {
+    codec::Assembly& assembly = *end->assembly;
+    if (assembly.outcome() != nullptr) return true;
+    const Ref hook = Ref::borrowed(end->hook);
+    Ref result(assembly.finish(hook.get()));
+    const bool is_decoded = static_cast<bool>(result);
+    if (!is_decoded) result = Ref(judged(end));
+    if (result) {
+        assembly.settle(std::move(result), is_decoded);
+        return true;
+    }
+    // The functions that have run may have changed the buffers, so they are copied again if all of them are still in the ring.
+    if (record.flags == ring::kStreamed) assembly.clear();
+    return false;
+}
+
 // Decodes the assembled message and gives back `record`, its last one. As in `take_whole`, the record stays in the ring if
 // anything other than an `Exception` is raised.
 PyObject* take_assembled(Endpoint* end, const ring::RecordHeader& record) {
-    if (!check_signals(end)) return nullptr;
-    const uint64_t nbytes = end->assembly->total();
-    const Ref hook = Ref::borrowed(end->hook);
-    Ref result(end->assembly->finish(hook.get()));
-    const bool is_decoded = static_cast<bool>(result);
-    if (!is_decoded) result = Ref(judged(end));
-    if (!result || !check_signals(end)) return nullptr;
-    end->assembly->clear();
+    if (!check_signals(end) || !settle(end, record) || !check_signals(end)) return nullptr;
+    codec::Assembly& assembly = *end->assembly;
+    const uint64_t nbytes = assembly.total();
+    const bool is_decoded = assembly.is_decoded();
+    Ref result = Ref::borrowed(assembly.outcome());
+    assembly.clear();
     give_back(end, record, nbytes);
     return is_decoded ? result.release() : delivered(result);
 }

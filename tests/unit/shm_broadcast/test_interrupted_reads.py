@@ -1,11 +1,13 @@
 """Reads that are interrupted, overtaken by another thread, or met by an overwritten ring."""
 
+import _thread
 import copy
 import signal
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import count, product
 from types import FrameType
 from typing import Any
 
@@ -24,12 +26,34 @@ from tests.waiting import wait_until
 INTERRUPTS: list[type[BaseException]] = []
 """What the next decoding of a `Touchy` raises."""
 
+LATE_INTERRUPTS: list[type[BaseException]] = []
+"""What the next decoding of a `Scaled` raises once it has changed what it got."""
+
 
 @dataclass
 class Touchy:
     """Its decoding can be interrupted."""
 
     data: Any
+
+
+@dataclass
+class Scaled:
+    """Its decoding changes what it gets in place."""
+
+    weights: Any
+    rest: Any
+
+
+@dataclass
+class Striking:
+    """A key that announces SIGALRM when it is compared, and then runs no Python code in which a handler could raise."""
+
+    __eq__ = partial(_thread.interrupt_main)  # type: ignore[assignment]
+
+    def __hash__(self) -> int:
+        """Return the hash of the signal's number, so that it is compared with that."""
+        return hash(int(signal.SIGALRM))
 
 
 def read(reader: QueueReader, call: str) -> Any:
@@ -51,9 +75,22 @@ def build(data: dict[str, Any]) -> Touchy:
     return Touchy(data["data"])
 
 
+def scale(data: list[Any]) -> Scaled:
+    """Change an array and a bytearray in place."""
+    weights, rest = data
+    weights *= 3
+    text = bytes(rest)
+    rest.clear()
+    if LATE_INTERRUPTS:
+        raise LATE_INTERRUPTS.pop()
+    return Scaled(weights, text)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     codec.register_type(Touchy, encode=lambda each: {"data": each.data}, decode=build)
+    codec.register_type(Scaled, encode=lambda each: [each.weights, each.rest], decode=scale)
+    codec.register_type(Striking)
 
 
 @pytest.mark.guarantee("B6")
@@ -123,6 +160,49 @@ def test_a_stack_of_contexts_can_enter_a_loan() -> None:
             with pytest.raises(UsageError, match="on loan"):
                 reader.dequeue(1.0)
         assert reader.dequeue(1.0) == "next"
+
+
+def interrupt(_number: int, _frame: FrameType | None) -> None:
+    """Raise, as the handler of a signal."""
+    raise Interrupt
+
+
+@pytest.mark.guarantee("R14")
+@pytest.mark.parametrize("call", ["dequeue", "try_dequeue"])
+@pytest.mark.parametrize(
+    ("where", "nbytes"),
+    [
+        *product(["behind the decoding", "in a later function"], [30_000, 100_000, 900_000]),
+        *product(["in the function"], [30_000, 100_000]),
+    ],
+)
+def test_a_function_changes_an_interrupted_message_once(call: str, where: str, nbytes: int) -> None:
+    """A message in one record, a streamed one and one in parts have the changes of one call of its function.
+
+    Of one in parts, an interrupted function gets what it has left.
+    """
+    scaled = Scaled(np.arange(nbytes, dtype=np.uint8), bytearray(b"x" * 5000))
+    last = Touchy("last") if where == "in a later function" else {int(signal.SIGALRM): 0, Striking(): 0}
+
+    def send() -> None:
+        writer.enqueue([scaled, last], 20.0)
+        writer.enqueue("next", 20.0)
+
+    with queue(ring_bytes=4 * MIN_RING_BYTES) as (writer, [reader]), background(send):
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            for _ in range(1 if where == "behind the decoding" else 2):
+                INTERRUPTS[:] = [Interrupt] if where == "in a later function" else []
+                LATE_INTERRUPTS[:] = [Interrupt] if where == "in the function" else []
+                with pytest.raises(Interrupt):
+                    read(reader, call)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        found = read(reader, call)[0]
+        assert np.array_equal(found.weights, scaled.weights * 3)
+        assert found.rest == b"x" * 5000
+        assert reader.dequeue(10.0) == "next"
+        assert reader.statistics().messages == 2
 
 
 @pytest.mark.guarantee("B10")

@@ -17,6 +17,9 @@ __all__ = ["build_enum", "describe_enum"]
 
 _COMPOSE = Flag._missing_.__func__  # type: ignore[attr-defined]
 _MAX_COMPOSITE = 1 << 64
+# A Flag class keeps each composite that is ever built. Messages add none to a class that has this many: a peer
+# could send ever new ones. It is enough for all combinations of twelve members.
+_MOST_COMPOSITES = 4096
 
 
 def describe_enum(obj: Enum) -> Description:
@@ -42,7 +45,8 @@ def build_enum(meta: object, body: object) -> object:
     """Return the member named `body`, or the composite Flag of value `body`, of the Enum class named `meta`.
 
     Raises:
-        DecodeError: The class is neither registered nor loaded, or has no such member.
+        DecodeError: The class is neither registered nor loaded, or has no such member, or it has so many composites
+            that messages may add none.
     """
     if type(meta) is not str:
         raise DecodeError("an Enum lacks the name of its class")
@@ -59,7 +63,14 @@ def build_enum(meta: object, body: object) -> object:
             return member
     elif type(body) is int and _is_composite(cls, body):
         known = cls._value2member_map_.get(body)
-        return known if type(known) is cls else _COMPOSE(cls, body)
+        if type(known) is cls:
+            return known
+        if len(cls._value2member_map_) - len(cls._member_map_) >= _MOST_COMPOSITES:
+            raise DecodeError(
+                f"{body} is a new value of {meta}, of which this process has {_MOST_COMPOSITES} composites already; "
+                f"messages add no more"
+            )
+        return _COMPOSE(cls, body)
     raise DecodeError(f"{body!r:.200} is not a member of {meta}")
 
 

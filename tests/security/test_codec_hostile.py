@@ -1,6 +1,7 @@
 """Hostile bytes raise DecodeError: no code runs, little memory is used, and the next message arrives."""
 
 import dataclasses
+import enum
 import os
 import pickle
 import resource
@@ -18,6 +19,17 @@ from tests.hostile_frames import BYTEARRAY, BYTES, DATA, array, ext, frame_of, h
 from tests.unit.shm_broadcast.codec_samples import VALUES, Pair, Point
 
 pytestmark = pytest.mark.usefixtures("the_next_message_arrives")
+
+
+class Loose(enum.IntFlag):
+    """A Flag that keeps unknown bits, which a peer can find without registration."""
+
+    ONE = 1
+    TWO = 2
+    FOUR = 4
+
+
+Known = enum.Flag("Known", "A B C D E F G H I J K L")
 
 PER_BYTE = 250
 """Bytes of memory at most for each byte received, beside a fixed 64 KiB."""
@@ -352,3 +364,24 @@ def test_keys_built_to_collide_are_refused_at_once(kind: str) -> None:
         else b"\xdf" + head + b"\1".join([*keys, b""])
     )
     assert "share one hash" in refused(frame_of(tree))
+
+
+@pytest.mark.guarantee("C16")
+def test_ever_new_values_of_a_flag_do_not_fill_the_memory() -> None:
+    """Each composite stays in the class for ever, so messages add 4,096 at most; what is there is still carried."""
+    name = f"{Loose.__module__}:Loose"
+    for value in range(1 << 40, (1 << 40) + 20_000):
+        tried(frame_of(hook(18, name, packed(value))))
+    assert len(Loose._value2member_map_) <= 4096 + len(Loose)
+    assert "messages add no more" in refused(frame_of(hook(18, name, packed(1 << 50))))
+    sent = [Loose.ONE | Loose.TWO, Loose.FOUR, Loose(1 << 40), Loose(1 << 51)]
+    assert decode(encode(sent).to_bytes()) == sent
+
+
+@pytest.mark.guarantee("C1")
+def test_every_combination_of_twelve_members_is_carried() -> None:
+    """The receiver need not have used any of them before."""
+    name = f"{Known.__module__}:Known"
+    assert len(Known._value2member_map_) == 12
+    for value in range(1 << 12):
+        assert decode(frame_of(hook(18, name, packed(value)))) is Known(value)

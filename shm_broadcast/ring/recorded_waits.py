@@ -47,7 +47,7 @@ class RecordedWaits:
         dumps = self._page.dumps
         if self._messages not in (-1, messages) and dumps is not None and not self._page.is_inherited:
             self._messages, self._next_s = -1, 0.0
-            dumps.forget_wait()
+            dumps.forget_wait(self._name)
 
     def write(self, messages: int, place: int, others: Mapping[int, int], error: str = "") -> None:
         """Write down who is at the other ends, and how far all are.

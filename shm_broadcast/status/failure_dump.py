@@ -12,7 +12,6 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -20,6 +19,7 @@ import msgspec
 
 from shm_broadcast import _core
 from shm_broadcast.errors import CommError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.layout import FIELDS, LINE, MAX_READERS
 from shm_broadcast.reports.log_fields import log_fields
 from shm_broadcast.segment import Segment
@@ -254,10 +254,19 @@ class Dumps:
         finally:
             self._waits_lock.release()
 
-    def forget_wait(self) -> None:
-        """Remove what `write_wait` has written: the queue goes on."""
-        with suppress(FileNotFoundError):
-            self._path(0).unlink()
+    def forget_wait(self, name: str) -> None:
+        """Remove what `write_wait` has written: the queue `name` goes on. A file system that refuses is logged."""
+        try:
+            self._path(0).unlink(missing_ok=True)
+        except OSError as problem:
+            if raised_by_handler(problem):
+                raise
+            logger.warning(
+                "what queue %r has waited for was not removed: %s",
+                name,
+                problem,
+                extra=log_fields(queue=name),
+            )
 
     def _path(self, number: int) -> Path:
         return self._folder.path / f"{self._folder.stem}-{number}{DUMP_SUFFIX}"

@@ -1,8 +1,12 @@
 """What an end of a queue writes down of its waits, if its process keeps a record."""
 
+import errno
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 import pytest
@@ -120,3 +124,67 @@ def test_what_was_written_goes_once_the_end_waits_behind_further_messages(
     with pytest.raises(CommTimeoutError):
         first.dequeue(0.01)
     wait_until(lambda: written(tmp_path) is None, "what was written to go")
+
+
+def refuse_unlinks(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> list[Path]:
+    """Let no file be removed from now on; return those for which that was tried."""
+    tried: list[Path] = []
+
+    def unlink(path: Path, *, missing_ok: bool = False) -> None:
+        tried.append(path)
+        raise error
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    return tried
+
+
+@pytest.mark.guarantee("S20")
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_file_system_that_removes_nothing_ends_no_call(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """What was written stays, which is logged; the read that would remove it gets its message, and so do later ones."""
+    state(monkeypatch, "stopped")
+    writer, first, _ = queue
+    with pytest.raises(CommTimeoutError):
+        first.dequeue(0.01)
+    writer.enqueue(0)
+    assert first.dequeue(1.0) == 0
+    tried = refuse_unlinks(monkeypatch, OSError(number, os.strerror(number)))
+    state(monkeypatch, "alive")
+    for message in range(1, 4):
+        with pytest.raises(CommTimeoutError):
+            first.dequeue(0.01)
+        writer.enqueue(message)
+        assert first.dequeue(1.0) == message
+    assert tried
+    said = [record for record in caplog.records if "'steps' has waited for was not removed" in record.message]
+    assert len(said) == 1
+    assert said[0].__dict__["comm_queue"] == "steps"
+
+
+@pytest.mark.guarantee("R14", "S20")
+def test_what_a_handler_raises_while_a_file_is_removed_passes_unchanged(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `TimeoutError` of a handler is an `OSError`, but none of the file system."""
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError("of a handler")
+
+    state(monkeypatch, "stopped")
+    writer, first, _ = queue
+    with pytest.raises(CommTimeoutError):
+        first.dequeue(0.01)
+    writer.enqueue(1)
+    assert first.dequeue(1.0) == 1
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", lambda *_, **__: signal.raise_signal(signal.SIGALRM))
+            with pytest.raises(TimeoutError, match="of a handler"):
+                first.dequeue(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    writer.enqueue(2)
+    assert first.dequeue(1.0) == 2

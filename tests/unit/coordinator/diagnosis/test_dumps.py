@@ -181,7 +181,7 @@ def test_an_engine_without_a_record_is_named_by_what_its_readers_wait_for(
         (culprit,) = each.culprits
         assert (culprit.rank, culprit.pid, culprit.role) == (None, ENGINE, "writer of queue 'steps'")
     # Once a rank at an end of the queue has made another call, the wait is over.
-    ranks[0].page.dumps.forget_wait()  # type: ignore[union-attr]
+    ranks[0].page.dumps.forget_wait("steps")  # type: ignore[union-attr]
     assert judge(read_run([tmp_path / RUN])).findings == ()
     for rank in ranks:
         rank.close()

@@ -190,7 +190,7 @@ def take_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | No
         waited_s = time.monotonic() - start
         if timeout_s is not None and waited_s >= timeout_s:
             _raise_late(readers, timeout_s)
-        left_ns = SLICE_NS if timeout_s is None else min(SLICE_NS, int((timeout_s - waited_s) * 1e9))
+        left_ns = SLICE_NS if timeout_s is None else int(min(SLICE_NS, (timeout_s - waited_s) * 1e9))
         if is_busy:
             # The ring shows a message until the other thread is done with it, for example until a loan ends.
             time.sleep(min(_BUSY_NAP_NS, left_ns) / 1e9)

@@ -48,6 +48,9 @@ _QUICK_S: Final = 1.0
 # Say HELLO again after this many heartbeats of silence on a connection: the writer may have lost the first one.
 _GREET_AGAIN: Final = 2.5
 
+# A wait looks again after this time. `poll` refuses more than 24.8 days.
+_LONGEST_SLEEP_S: Final = 3600.0
+
 # Milliseconds that zmq may take to send BYE when the reader closes.
 _FAREWELL_MS: Final = 200
 
@@ -262,7 +265,7 @@ class RemoteReader(RemoteReads):
             raise self._failure
 
     def _sleep(self, _news: threading.Lock, seconds: float) -> None:
-        self._poll.poll(max(0.0, seconds) * 1000 + 1)
+        self._poll.poll(max(0.0, min(seconds, _LONGEST_SLEEP_S)) * 1000 + 1)
 
     def _culprits(self) -> tuple[int, ...]:
         return () if self._writer < 0 else (self._writer,)

@@ -145,3 +145,15 @@ def test_what_comes_just_before_the_end_of_a_queue_is_received() -> None:
             leg._send_end()
             assert not left
             assert not leg._ledger.in_the_way(40_000)
+
+
+@pytest.mark.guarantee("R6")
+def test_a_reader_may_warn_as_late_as_it_likes() -> None:
+    """`poll` refuses more than 24.8 days; a wait without a deadline that warns later still gets its message."""
+    with (
+        remote_queue(warn_after_s=100 * 86400.0) as (writer, readers),
+        background(readers[1].dequeue) as outcome,
+    ):
+        wait_until(lambda: outcome or sleeping_in("_sleep"), "the call to wait")
+        writer.enqueue("next", DEADLINE_S)
+    assert outcome == ["next"]

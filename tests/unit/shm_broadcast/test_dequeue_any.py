@@ -1,5 +1,6 @@
 """`dequeue_any` beside signal handlers and other threads, which read the same queues."""
 
+import math
 import signal
 import threading
 import time
@@ -24,6 +25,23 @@ def two_queues(stack: ExitStack, *, is_far: bool) -> tuple[list[QueueWriter], li
     first: Any = stack.enter_context(remote_queue() if is_far else queue())
     second, [other] = stack.enter_context(queue())
     return [first[0], second], [first[1][1 if is_far else 0], other]
+
+
+@pytest.mark.guarantee("B20")
+@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e300, 1e-9, 0.0])
+def test_any_time_is_a_deadline(*, is_far: bool, timeout_s: float) -> None:
+    """A call without end waits for its message, and one that has no time raises."""
+    with ExitStack() as stack:
+        writers, readers = two_queues(stack, is_far=is_far)
+        if timeout_s < 1.0:
+            with pytest.raises(CommTimeoutError):
+                dequeue_any(readers, timeout_s)
+            return
+        with background(partial(dequeue_any, readers, timeout_s)) as outcome:
+            wait_until(lambda: outcome or sleeping_in("take_any"), "the call to wait")
+            writers[1].enqueue("other")
+        assert outcome == [(1, "other")]
 
 
 @pytest.mark.guarantee("B20", "R15")

@@ -490,14 +490,20 @@ def _proof(key: bytes, role: bytes, data: bytes) -> bytes:
     return hmac.digest(key, role + data, "sha256")
 
 
-def _connect(owner: socket.socket, address: str, timeout_s: float) -> None:
+def _limit(owner: socket.socket, deadline: float) -> socket.socket:
+    """Return the socket, whose next operation ends by `deadline` of `time.monotonic()`: a time-out is that of each."""
+    owner.settimeout(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+    return owner
+
+
+def _connect(owner: socket.socket, address: str, deadline: float) -> None:
     """Connect to `address`, and retry while its backlog is full.
 
     Raises:
-        TimeoutError: The backlog stayed full for `timeout_s` seconds.
+        TimeoutError: The backlog stayed full until `deadline` of `time.monotonic()`.
     """
-    deadline = time.monotonic() + timeout_s
     while True:
+        _limit(owner, deadline)
         try:
             owner.connect("\0" + address)
             return
@@ -569,19 +575,20 @@ def take_descriptor(
     Returns:
         (descriptor, identity of the owner's process, pidfd of that process). The caller owns both descriptors.
     """
+    deadline = time.monotonic() + timeout_s
     descriptors: list[int] = []
     own = open_pidfd(os.getpid())
     try:
         with new_socket() as owner:
             if connecting is not None:
                 connecting(owner)
-            owner.settimeout(min(timeout_s, threading.TIMEOUT_MAX))
-            _connect(owner, address, timeout_s)
-            challenge = owner.recv(_CHALLENGE_BYTES)
+            _connect(owner, address, deadline)
+            challenge = _limit(owner, deadline).recv(_CHALLENGE_BYTES)
             body = msgspec.msgpack.encode(Hello(member, this_process()))
             proof = _proof(key, b"peer", challenge + body)
-            socket.send_fds(owner, [proof + body], [own] if pages is None else [own, pages.own])
-            data, descriptors, flags, _ = socket.recv_fds(owner, _MESSAGE_BYTES, 3)
+            offered = [own] if pages is None else [own, pages.own]
+            socket.send_fds(_limit(owner, deadline), [proof + body], offered)
+            data, descriptors, flags, _ = socket.recv_fds(_limit(owner, deadline), _MESSAGE_BYTES, 3)
         reply = data[_CHALLENGE_BYTES:]
         if not data:
             raise PeerLostError(

@@ -181,8 +181,8 @@ def test_another_user_is_refused_with_the_right_key() -> None:
 
 
 @contextmanager
-def impostor(say: list[bytes], files: int = 0) -> Iterator[str]:
-    """Listen as an owner without the key: send each of `say` in turn, and `files` with the last."""
+def impostor(say: list[bytes], files: int = 0, late_s: float = 0.0) -> Iterator[str]:
+    """Listen as an owner without the key: after `late_s` send each of `say` in turn, and `files` with the last."""
     address = f"impostor-{secrets.token_hex(8)}"
     done = threading.Event()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -192,6 +192,7 @@ def impostor(say: list[bytes], files: int = 0) -> Iterator[str]:
         def serve() -> None:
             peer, _ = listener.accept()
             with peer, open("/dev/null") as file:
+                time.sleep(late_s)
                 for number, words in enumerate(say):
                     if number:
                         peer.recv(4096)
@@ -234,6 +235,17 @@ def test_an_owner_that_says_nothing_is_a_timeout() -> None:
             take_over(address, new_key(), 0, 4096, 0.2)
     with pytest.raises(PeerLostError, match="no longer offered"):
         take_over("group-coordinator-nobody", new_key(), 0, 4096, 0.2)
+
+
+@pytest.mark.guarantee("B4")
+def test_an_owner_that_answers_late_gives_no_further_time() -> None:
+    """The steps of attaching share one deadline: an owner may be stopped, and go on, between any two of them."""
+    with impostor([bytes(32)], late_s=1.2) as address:
+        start = time.monotonic()
+        with pytest.raises(CommTimeoutError, match=r"did not answer within 1\.5 s"):
+            take_over(address, new_key(), 0, 4096, 1.5)
+        # With a deadline of its own the last step would end after 2.7 s at the earliest.
+        assert 1.5 <= time.monotonic() - start < 2.5
 
 
 @pytest.mark.guarantee("B16")

@@ -100,7 +100,11 @@ class RunFolder:
         self.path: Path = directory / run
         self.stem: str = stem
         _make_private(self.path)
-        for old in runs_in(directory)[KEPT_RUNS:]:
+        try:
+            runs = runs_in(directory)
+        except OSError as error:
+            raise _refused(directory, error, "listed") from error
+        for old in runs[KEPT_RUNS:]:
             # This run is not the newest if others have begun since, or if a clock was set back.
             if old != run:
                 _remove(directory / old)
@@ -147,14 +151,14 @@ def create_private(path: Path) -> int:
         raise _refused(path, error) from error
 
 
-def _refused(path: Path, error: OSError) -> CapabilityError | SettingsError:
-    refuse_if_full("open", "creates a file of record_dir", error)
+def _refused(path: Path, error: OSError, what: str = "made") -> CapabilityError | SettingsError:
+    refuse_if_full("open", "creates and lists files of record_dir", error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CapabilityError(
             f"record_dir: {path} needs {PAGE_BYTES} bytes: {error.strerror}",
             requirement=f"{PAGE_BYTES} bytes in the file system of record_dir",
         )
-    return SettingsError(f"record_dir: {path} cannot be made: {error.strerror}")
+    return SettingsError(f"record_dir: {path} cannot be {what}: {error.strerror}")
 
 
 def _make_private(directory: Path) -> None:

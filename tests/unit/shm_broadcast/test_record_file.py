@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import resource
 import stat
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.pages import find_pages
 from shm_broadcast import _core
-from shm_broadcast.errors import CommTimeoutError, SettingsError
+from shm_broadcast.errors import CapabilityError, CommTimeoutError, SettingsError
 from shm_broadcast.layout import MAX_READERS, segment_bytes
 from shm_broadcast.reports.failure_record import FailureRecord
 from shm_broadcast.segment import Segment
@@ -123,6 +124,21 @@ def test_the_files_of_the_newest_runs_stay(tmp_path: Path) -> None:
     RunFolder(tmp_path, new_run(), "rank-0")
     assert os.listdir(tmp_path / runs[2]) == ["notes"]
     assert (tmp_path / "run-of-somebody").is_dir()
+
+
+@pytest.mark.guarantee("S9")
+def test_without_a_free_descriptor_the_folder_is_refused(tmp_path: Path) -> None:
+    """To list the runs takes one."""
+    tmp_path.chmod(0o700)
+    run, (soft, hard) = new_run(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(CapabilityError, match="open failed: Too many open files") as raised:
+            RunFolder(tmp_path, run, "rank-0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raised.value.requirement == "the system call open"
+    RunFolder(tmp_path, run, "rank-0").page().close()
 
 
 @pytest.mark.guarantee("S10")

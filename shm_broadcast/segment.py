@@ -30,7 +30,7 @@ from shm_broadcast.errors import CapabilityError, CommTimeoutError, DecodeError,
 from shm_broadcast.free_memory import free_memory_bytes
 from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import ProcessIdentity, fork_count, open_pidfd, this_process
-from shm_broadcast.threads import DaemonThread
+from shm_broadcast.threads import DaemonThread, start_thread
 
 # From Linux's fcntl.h; Python defines them from 3.12 on.
 _F_ADD_SEALS: Final = 1033
@@ -125,8 +125,8 @@ class Segment:
             name: Of the memfd, as `/proc/PID/fd` shows it.
 
         Raises:
-            CapabilityError: Too little memory is free; the text gives the needed and the free bytes. Or the kernel
-                refuses to create a memfd.
+            CapabilityError: Too little memory or address space is free; the text gives the needed and the free
+                bytes. Or the kernel refuses to create a memfd.
         """
         segment = cls(_create_memfd(name), nbytes)
         try:
@@ -152,6 +152,7 @@ class Segment:
 
         Raises:
             DecodeError: The descriptor is not a sealed memfd of this size; it is closed.
+            CapabilityError: This process has no address space or no descriptor for the mapping; it is closed.
         """
         segment = cls(descriptor, nbytes)
         try:
@@ -231,7 +232,13 @@ def _mapping(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> mmap.
         return mmap.mmap(descriptor, nbytes, flags, offset=offset)
     except OSError as error:
         refuse_if_full("fcntl", "gives a mapping a descriptor of its own", error)
-        raise
+        if error.errno != errno.ENOMEM:
+            raise
+        raise CapabilityError(
+            f"a mapping of shared memory needs {nbytes} bytes of address space, which this process cannot have "
+            f"(RLIMIT_AS, vm.max_map_count), {free_memory_bytes()} bytes of memory are free: {error.strerror}",
+            requirement=f"{nbytes} bytes of address space",
+        ) from error
 
 
 def _check_free(nbytes: int) -> None:
@@ -359,10 +366,14 @@ class Handover:
         self._poller.register(self._listener, select.POLLIN)
 
     def start(self) -> None:
-        """Serve from now on; the owner calls this once it has stored the object, so that it can close it."""
+        """Serve from now on; the owner calls this once it has stored the object, so that it can close it.
+
+        Raises:
+            CapabilityError: This process can have no further thread.
+        """
         self._thread = DaemonThread(self._serve, "group-coordinator-handover")
         try:
-            self._thread.start()
+            start_thread(self._thread, "to hand over shared memory")
         except BaseException:
             # Ctrl-C may end the wait for the thread's start. If the thread still starts, it sees `_stopping`.
             self._stopping = True
@@ -513,6 +524,21 @@ def _connect(owner: socket.socket, address: str, deadline: float) -> None:
             time.sleep(0.005)
 
 
+def _send(owner: socket.socket, said: bytes, descriptors: Sequence[int]) -> None:
+    """Send a message with descriptors.
+
+    Raises:
+        CapabilityError: The kernel has no memory for it, or too many descriptors of this user are under way.
+    """
+    try:
+        socket.send_fds(owner, [said], descriptors)
+    except OSError as error:
+        if error.errno not in (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS):
+            raise
+        needs = "memory, fewer descriptors of this user under way than RLIMIT_NOFILE"
+        raise refusal("sendmsg", "shows the owner of shared memory this process", error, needs) from error
+
+
 def take_over(
     address: str,
     key: bytes,
@@ -587,7 +613,7 @@ def take_descriptor(
             body = msgspec.msgpack.encode(Hello(member, this_process()))
             proof = _proof(key, b"peer", challenge + body)
             offered = [own] if pages is None else [own, pages.own]
-            socket.send_fds(_limit(owner, deadline), [proof + body], offered)
+            _send(_limit(owner, deadline), proof + body, offered)
             data, descriptors, flags, _ = socket.recv_fds(_limit(owner, deadline), _MESSAGE_BYTES, 3)
         reply = data[_CHALLENGE_BYTES:]
         if not data:

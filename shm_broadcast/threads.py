@@ -17,7 +17,7 @@ from shm_broadcast._core import fork_count
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 
-__all__ = ["Aside", "DaemonThread", "ImportingError", "import_aside", "made_aside"]
+__all__ = ["Aside", "DaemonThread", "ImportingError", "import_aside", "made_aside", "start_thread"]
 
 _Made = TypeVar("_Made")
 
@@ -119,6 +119,22 @@ class DaemonThread(threading.Thread):
                 self._runs.release()
 
 
+def start_thread(thread: DaemonThread, purpose: str) -> None:
+    """Start a thread; `purpose` says in an error what it is for.
+
+    Raises:
+        CapabilityError: This process can have no further thread.
+    """
+    try:
+        thread.start()
+    except RuntimeError as refused:
+        if raised_by_handler(refused):
+            raise
+        raise CapabilityError(
+            f"no thread could be started {purpose}: {refused}", requirement="a thread"
+        ) from refused
+
+
 class Aside:
     """Runs steps that open descriptors, one at a time, on a thread of their own.
 
@@ -153,14 +169,7 @@ class Aside:
                 self._error = error
 
         self._thread = DaemonThread(body, "group-coordinator-descriptors")
-        try:
-            self._thread.start()
-        except RuntimeError as refused:
-            if raised_by_handler(refused):
-                raise
-            raise CapabilityError(
-                f"no thread could be started {self._purpose}: {refused}", requirement="a thread"
-            ) from refused
+        start_thread(self._thread, self._purpose)
         self._thread.join()
         self._thread = None
         error, self._error = self._error, None

@@ -21,7 +21,7 @@ from shm_broadcast.remote.news import News
 from shm_broadcast.remote.wire import Context
 from shm_broadcast.reports.log_fields import LogFields, log_fields
 from shm_broadcast.settings import BroadcastSettings
-from shm_broadcast.threads import DaemonThread
+from shm_broadcast.threads import DaemonThread, start_thread
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -179,9 +179,13 @@ class RemoteEnd(ABC):
         """Sleep until something may have changed since `news` was the next change, or for about `seconds`."""
 
     def _start(self) -> None:
-        """Start the thread; close this end if that fails, or a signal handler interrupts it."""
+        """Start the thread; close this end if that fails, or a signal handler interrupts it.
+
+        Raises:
+            CapabilityError: This process can have no further thread.
+        """
         try:
-            self._thread.start()
+            start_thread(self._thread, "to serve a queue between hosts")
         except BaseException:
             self.close()
             raise

@@ -1,5 +1,6 @@
 """Only expected peers of the same user that know the key get a segment, once each; strangers delay nobody."""
 
+import errno
 import hmac
 import os
 import secrets
@@ -16,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shm_broadcast.errors import CommTimeoutError, DecodeError, PeerLostError
+from shm_broadcast.errors import CapabilityError, CommTimeoutError, DecodeError, PeerLostError
 from shm_broadcast.handle import new_key
 from shm_broadcast.liveness import this_process
 from shm_broadcast.queue import QueueReader, QueueWriter
@@ -246,6 +247,27 @@ def test_an_owner_that_answers_late_gives_no_further_time() -> None:
             take_over(address, new_key(), 0, 4096, 1.5)
         # With a deadline of its own the last step would end after 2.7 s at the earliest.
         assert 1.5 <= time.monotonic() - start < 2.5
+
+
+@pytest.mark.guarantee("B14")
+@pytest.mark.parametrize("number", [errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS])
+def test_a_message_that_the_kernel_cannot_take_is_told_by_its_call(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The reader lacks something then, and the writer is not to blame: it serves the next try."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with QueueWriter.create("steps", [0]) as writer:
+        ours = len(descriptors())
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "send_fds", refuse)
+            with pytest.raises(CapabilityError, match=f"sendmsg failed: {os.strerror(number)}"):
+                attach(writer, 0)
+        # The writer's thread closes its end of the connection.
+        wait_until(lambda: len(descriptors()) == ours, "nothing to be left open")
+        attach(writer, 0)
 
 
 @pytest.mark.guarantee("B16")

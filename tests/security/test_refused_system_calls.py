@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,36 @@ try:
     QueueReader.open(writer.handle.to_bytes(writer.key), writer.key, 0, timeout_s=5)
 except CapabilityError as error:
     print(error.requirement, "|", error)
+"""
+
+LITTLE_ADDRESS_SPACE = """
+import resource, sys
+from shm_broadcast.errors import CapabilityError
+from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.settings import BroadcastSettings
+from tests.queues import segments_of
+
+def create():
+    return QueueWriter.create("steps", [0], BroadcastSettings(ring_bytes=256 << 20))
+
+def limit():
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    # A thread and the status page fit, the ring does not.
+    resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20),) * 2)
+
+if sys.argv[1] == "create":
+    limit()
+    call = create
+else:
+    writer = create()
+    handle = writer.handle.to_bytes(writer.key)
+    limit()
+    call = lambda: QueueReader.open(handle, writer.key, 0, 20.0)
+before = segments_of()
+try:
+    call()
+except CapabilityError as error:
+    print(error.requirement, "|", error, "|", set(segments_of()) - set(before))
 """
 
 MANY_QUEUES = """
@@ -161,6 +192,20 @@ def test_a_refused_memfd_is_told_by_its_name(number: int) -> None:
     """Shared memory cannot be had without it."""
     (line,) = run(OPEN_QUEUE, "memfd_create", str(number), "both")
     assert line.startswith("the system call memfd_create | memfd_create failed: " + os.strerror(number))
+
+
+@pytest.mark.guarantee("B15")
+@pytest.mark.parametrize("what", ["create", "open"])
+def test_too_little_address_space_is_told_with_its_numbers(what: str) -> None:
+    """A reader that has too little blames neither the writer nor the handle; nothing is left open."""
+    (line,) = run(LITTLE_ADDRESS_SPACE, what)
+    requirement, text, left = line.split(" | ")
+    assert re.fullmatch(r"\d+ bytes of address space", requirement)
+    assert int(requirement.split()[0]) > 256 << 20
+    assert re.search(
+        r"needs \d+ bytes of address space.* \d+ bytes of memory are free: Cannot allocate", text
+    )
+    assert left == "set()"
 
 
 @pytest.mark.slow

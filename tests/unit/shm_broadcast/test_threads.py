@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -18,8 +18,13 @@ import numpy as np
 import pytest
 
 from shm_broadcast import codec
+from shm_broadcast.endpoint import RemoteKeys
+from shm_broadcast.errors import CapabilityError
+from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.threads import Aside, DaemonThread, import_aside
 from tests.handlers import Interrupt, raising_at, uncollected
+from tests.leaks import Snapshot
+from tests.remotes import HERE
 from tests.waiting import wait_until
 
 
@@ -321,3 +326,36 @@ def test_an_import_that_is_interrupted_at_any_place_hinders_no_other_one(
         if not came:
             break
     assert step > 5
+
+
+@pytest.mark.guarantee("B14")
+@pytest.mark.parametrize("what", ["create", "create far", "open far"])
+def test_an_end_whose_thread_cannot_be_started_is_not_made(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The error says what the thread is for, nothing is left open, and the next try works."""
+    start, name = threading.Thread.start, f"group-coordinator-{'remote' if 'far' in what else 'handover'}"
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    keys = RemoteKeys.generate()
+    near, far = {"readers": [0]}, {"remote_readers": {0: keys.public}, "bind_address": HERE}
+    create: Any = partial(QueueWriter.create, "steps", **(far if "far" in what else near))
+    with ExitStack() as stack:
+        call = create
+        if what == "open far":
+            writer = stack.enter_context(create())
+            call = partial(QueueReader.open, writer.handle, writer.key, 0, 20.0, remote_keys=keys)
+        before = Snapshot.take().descriptors
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(
+                CapabilityError, match="no thread could be started to .* new thread"
+            ) as raised:
+                call()
+        assert raised.value.requirement == "a thread"
+        assert Snapshot.take().descriptors == before
+        call().close()

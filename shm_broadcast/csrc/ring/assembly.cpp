@@ -71,11 +71,6 @@ void Assembly::settle(Ref outcome, bool is_decoded) {
     const Built built(std::exchange(built_, Built()));
 }
 
-int Assembly::traverse(visitproc visit, void* arg) const {
-    Py_VISIT(outcome_.get());
-    return built_.traverse(visit, arg);
-}
-
 // Learns the header's length from the prefix. Returns false if the prefix is invalid.
 bool Assembly::measure() {
     Prefix prefix;

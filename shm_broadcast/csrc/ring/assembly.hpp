@@ -33,7 +33,10 @@ public:
     PyObject* outcome() const { return outcome_.get(); }  // borrowed; nullptr before `settle`
     bool is_decoded() const { return is_decoded_; }
     void clear();
-    int traverse(visitproc visit, void* arg) const;
+    int traverse(visitproc visit, void* arg) const {
+        Py_VISIT(outcome_.get());
+        return built_.traverse(visit, arg);
+    }
 
 private:
     bool measure();

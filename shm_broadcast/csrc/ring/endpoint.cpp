@@ -473,8 +473,7 @@ int endpoint_add(PyObject* module) {
     using namespace endpoint;
     if (PyModule_AddFunctions(module, functions) < 0 || PyModule_AddFunctions(module, bell_functions) < 0) return -1;
     if (!add_type(module, "shm_broadcast._core.WriteEndpoint", write_new, write_methods)) return -1;
-    if (!add_type(module, "shm_broadcast._core.ReadEndpoint", read_new, read_methods)) return -1;
-    if (!add_loan_block(module)) return -1;
+    if (!add_type(module, "shm_broadcast._core.ReadEndpoint", read_new, read_methods) || !add_loan_block(module)) return -1;
     read_type = PyObject_GetAttrString(module, "ReadEndpoint");
     if (read_type == nullptr) return -1;
     for (const Constant& each : constants) {

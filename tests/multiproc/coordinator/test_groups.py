@@ -373,13 +373,13 @@ def test_memory_that_one_rank_cannot_have_fails_the_creation_on_all(ranks4: Rank
 
 
 def lacks(rank: int, world_size: int, directory: Path, what: str) -> None:
-    """Let the first rank fail to offer its group's memory: with an error of ours, or with one of Python."""
+    """Let the first rank fail to offer its group's memory: for lack of a system call, or of address space."""
     no_pidfd = CapabilityError("pidfd_open failed", requirement="the system call pidfd_open")
     refused, text = {
         "pidfd": (mock.patch.object(shared_memory, "Handover", side_effect=no_pidfd), "pidfd_open failed"),
         "mapping": (
             mock.patch("mmap.mmap", side_effect=OSError(12, "Cannot allocate memory")),
-            "OSError: .*allocate",
+            "address space.*Cannot allocate",
         ),
     }[what]
     with world(rank, world_size, directory) as everyone:

@@ -55,9 +55,10 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     Creating a group is collective over all ranks in `group_ranks`. Every rank creates its groups in the same order.
     The constructor blocks until all ranks have joined and agree, for at most the settings' `create_timeout_s`.
 
-    Threads may take turns: a collective call of a second thread waits, within its own deadline, until the
-    call of the first thread is done. Any thread may call `destroy`, which wakes a call that waits. A forked child
-    cannot use its copy: every call raises `UsageError`.
+    Threads may take turns: a collective call of a second thread waits, within its own deadline, until the call of the
+    first thread is done. A call that is made of several others (`dispatch`, several tensors, an object of more than
+    4 KiB) takes a turn for each of them: keep it apart from calls of other threads. Any thread may call `destroy`,
+    which wakes a call that waits. A forked child cannot use its copy: every call raises `UsageError`.
 
     Attributes:
         device_index: Index of this process's device on its host, as `local_rank`.

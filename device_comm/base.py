@@ -607,10 +607,14 @@ class DeviceCommunicator(OutputForms, FusedForms):
     ) -> torch.Tensor:
         source = input_.detach().reshape(input_.shape or 1)
         own = torch.tensor([[*send_sizes, *recv_sizes]], dtype=torch.int64, device=self.device)
-        table = self._all_gather(own, 0, (1,) * self.world_size, timeout_s).tolist()
-        checks.check_exchange_table(self.context.health.where("all_to_all"), self.context.ranks, table)
-        sent = [row[: self.world_size] for row in table]
-        wholes = self._all_gather(source, dim, tuple(map(sum, sent)), timeout_s)
+
+        def stages() -> tuple[list[list[int]], torch.Tensor]:
+            table = self._all_gather(own, 0, (1,) * self.world_size, timeout_s).tolist()
+            checks.check_exchange_table(self.context.health.where("all_to_all"), self.context.ranks, table)
+            sent = [row[: self.world_size] for row in table]
+            return sent, self._all_gather(source, dim, tuple(map(sum, sent)), timeout_s)
+
+        sent, wholes = in_stages(self.context.health, Operation("device", "all_to_all", 0), stages)
         rank, parts, start = self.rank_in_group, [], 0
         for row in sent:
             parts.append(wholes.narrow(dim, start + sum(row[:rank]), row[rank]))

@@ -48,7 +48,7 @@ class RemoteKeys:
         Raises:
             CapabilityError: The installed libzmq was built without CURVE.
         """
-        import_aside("zmq.utils.z85")
+        import_aside("zmq.utils.z85", "zmq")
         import zmq
         from zmq.utils import z85
 
@@ -67,7 +67,7 @@ class RemoteKeys:
         Raises:
             CapabilityError: The installed libzmq was built without CURVE.
         """
-        import_aside("zmq.utils.z85")
+        import_aside("zmq.utils.z85", "zmq")
         import zmq
         from zmq.utils import z85
 

@@ -176,7 +176,7 @@ class QueueWriter:
         handover = None
         with ExitStack() as undo:
             if place is not None:
-                import_aside("shm_broadcast.remote.writer")
+                import_aside("shm_broadcast.remote.writer", "zmq")
                 from shm_broadcast.remote.writer import RemoteWriter
 
                 transport = far_end = RemoteWriter.create(name, far, *place, settings, remote)
@@ -593,7 +593,7 @@ def _taken_ring(
 
 
 def _open_remote(handle: QueueHandle, rank: int, timeout_s: float, keys: RemoteKeys | None) -> RemoteReader:
-    import_aside("shm_broadcast.remote.reader")
+    import_aside("shm_broadcast.remote.reader", "zmq")
     from shm_broadcast.remote.reader import RemoteReader
 
     if keys is None or handle.remote is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -13,10 +13,14 @@ from coordinator.host.plane import refuse_any
 from coordinator.host.tags import FIRST_USER_TAG, TENSOR_TAG_COUNT
 from device_comm import checks
 from device_comm.handles import Handle
+from device_comm.health import Operation
 from device_comm.movable import movable_dtype
 from device_comm.process_group import TENSOR_TAG, dense
+from device_comm.stages import in_stages
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
+
+_BATCH: Final = Operation("device", "batch_isend_irecv", 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,12 +180,17 @@ class PointToPoint(TensorDicts):
                     raise UsageError(f"batch_isend_irecv takes operations of type P2POperation, not {each!r}")
                 checks.check_tensor(each.tensor, self.device, "batch_isend_irecv")
                 checks.check_peer(each.peer, self.rank_in_group, self.world_size, "peer")
-        handles: dict[int, Handle] = {}
-        for verb, start in (("irecv", self.irecv), ("isend", self.isend)):
-            for at, each in enumerate(operations):
-                if each.verb == verb:
-                    handles[at] = start(each.tensor, each.peer, tag=each.tag)
-        return [handles[at] for at in range(len(operations))]
+
+        def stages() -> list[Handle]:
+            handles: dict[int, Handle] = {}
+            for verb, start in (("irecv", self.irecv), ("isend", self.isend)):
+                for at, each in enumerate(operations):
+                    if each.verb == verb:
+                        handles[at] = start(each.tensor, each.peer, tag=each.tag)
+            return [handles[at] for at in range(len(operations))]
+
+        # The peers of the transfers that were left out would wait for them.
+        return in_stages(self._health, _BATCH, stages)
 
     def _isend_tagged(
         self, tensor: torch.Tensor, dst: int | None, tag: int, timeout_s: float | None

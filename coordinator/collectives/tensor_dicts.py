@@ -25,7 +25,7 @@ from coordinator.host.tensor_dict_format import (
 from coordinator.planes import GroupPlanes, Result
 from device_comm import checks
 from device_comm.handles import Handle
-from device_comm.health import Operation
+from device_comm.health import GRACE_S, Operation
 from device_comm.stages import in_stages
 from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
@@ -159,8 +159,8 @@ class TensorDicts(GroupPlanes):
             try:
                 for handle in handles:
                     handle.wait()
-                for callback in callbacks:
-                    callback()
+                if all_gather_group is not None:
+                    _gather_all(all_gather_group, callbacks)
             except BaseException as error:
                 self._health.left = _RECEIVE, error
                 self._health.left_halfway(_RECEIVE, error)
@@ -287,8 +287,9 @@ class TensorDicts(GroupPlanes):
             self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
 
     def _receive_broadcast(self, src: int, timeout_s: float | None) -> TensorDict | None:
-        # The source is in the middle of its dict when its tensors are due.
-        limit_s = timeout_s or self.device_communicator.context.timeout_s
+        # When tensors are due, the source is in the middle of its dict. It waits for each receiver within the group's
+        # deadline, and names who is missing; a receiver that has all so far would name the source.
+        limit_s = timeout_s or self.device_communicator.context.timeout_s + GRACE_S
 
         def receive(parts: Parts) -> list[Handle]:
             on_host = [tensor for plane, tensor in parts if plane == "host"]
@@ -361,6 +362,16 @@ def _slicing(group: GroupPlanes | None, overrides: Mapping[str, bool] | None) ->
     if not isinstance(group, GroupPlanes):
         raise UsageError(f"all_gather_group must be a GroupCoordinator, not {type(group).__name__}")
     return Slicing(group.world_size, group.rank_in_group, dict(overrides or {}))
+
+
+def _gather_all(group: GroupPlanes, callbacks: Sequence[Callable[[], None]]) -> None:
+    """Gather the slices of all tensors, as one call of `group`: between two slices its ranks wait for the next one."""
+
+    def stages() -> None:
+        for callback in callbacks:
+            callback()
+
+    in_stages(group._health, _RECEIVE, stages)  # noqa: SLF001
 
 
 def _gather_slices(group: GroupPlanes, part: torch.Tensor, put: Callable[[torch.Tensor], None]) -> None:

@@ -33,11 +33,13 @@ from device_comm.cuda.policy.table import Operation
 from device_comm.cuda.setup import build_custom, build_experts
 from device_comm.cuda.side_stream import SideStream
 from device_comm.cuda_settings import cuda_settings
+from device_comm.health import Operation as GroupOperation
 from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Streams, TorchStreams
 from device_comm.outputs import fill
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
+from device_comm.stages import in_stages
 from shm_broadcast.errors import CapabilityError, UsageError
 
 __all__ = ["CudaCommunicator"]
@@ -288,8 +290,13 @@ class CudaCommunicator(EndingCommunicator, FusedCommunicator):
         shard = -(-source.numel() // size)
         padded = source.new_zeros(shard * size)
         padded[: source.numel()].copy_(source.view(-1))
-        own = self._sum_in_order(padded, (shard,) * size, op, timeout_s)
-        result = super()._all_gather(own, 0, (shard,) * size, timeout_s)
+        gather = super()._all_gather
+
+        def stages() -> torch.Tensor:
+            own = self._sum_in_order(padded, (shard,) * size, op, timeout_s)
+            return gather(own, 0, (shard,) * size, timeout_s)
+
+        result = in_stages(self.context.health, GroupOperation("device", "all_reduce", 0), stages)
         return result[: source.numel()].clone().view(source.shape)
 
     def _sum_in_order(

@@ -104,7 +104,7 @@ def _shared(context: CommunicatorContext, own: _View, kind: type[_View]) -> list
         return [
             msgspec.msgpack.decode(view, type=kind) for view in context.exchange(msgspec.msgpack.encode(own))
         ]
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"{context.health.where('connect')}: a rank sent no facts: {error}") from error
 
 

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 from shm_broadcast import _core
 from shm_broadcast.descriptors import new_eventfd, refuse_if_full
 from shm_broadcast.liveness import fork_count
-from shm_broadcast.threads import DaemonThread
+from shm_broadcast.threads import DaemonThread, start_thread
 
 # How often the thread asks whether the writer's process has ended.
 _SLICE_NS: Final = 400_000_000
@@ -68,7 +68,7 @@ class ReadSignal:
             # If a thread that an interrupted call has started serves already, this one ends at once.
             thread = DaemonThread(_serve, "group-coordinator-fileno", (self,))
             self._threads.append(thread)
-            thread.start()
+            start_thread(thread, "to tell when a queue can be read")
         try:
             endpoint.set_signal(self.descriptor)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from coordinator.errors import UsageError
+from shm_broadcast.interruption import is_held
 from tests.handlers import alarm
 from tests.harness import RankPool
 from tests.torch_groups import torch_world
+from tests.waiting import wait_until
 from tests.worlds import meet
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -33,23 +36,34 @@ def refusal(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+def is_taken(lock: Any) -> bool:
+    """Return whether another thread holds a lock."""
+    if lock.acquire(blocking=False):
+        lock.release()
+        return False
+    return True
+
+
 def nested(rank: int, world_size: int, directory: Path) -> None:
     """Let a handler of rank 0 make calls of the group in whose call it runs."""
     found: list[str] = []
 
     def handler() -> None:
+        if not is_held(group._turn):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # the call has not begun
+            return
         found.extend(refusal(call) for call in CALLS.values())
         (directory / "handled").touch()
 
     with torch_world(rank, world_size, directory):
+        group: Any = dist.group.WORLD
         if rank == 0:
             with alarm(0.3, handler):
                 dist.all_reduce(torch.ones(8))
             assert len(found) == len(CALLS)
             assert all("inside of a collective of this group on the same thread" in text for text in found)
         else:
-            while not (directory / "handled").exists():
-                time.sleep(0.01)
+            wait_until((directory / "handled").exists, "the handler has come")
             dist.all_reduce(torch.ones(8))
         total = torch.ones(8)
         dist.all_reduce(total)
@@ -68,11 +82,11 @@ def in_turn(rank: int, world_size: int, directory: Path) -> None:
         if rank == 0:
             first = threading.Thread(target=lambda: dist.all_reduce(torch.ones(8)))
             first.start()
-            time.sleep(0.3)  # the thread usually waits by now
+            group: Any = dist.group.WORLD
+            wait_until(lambda: is_taken(group._turn), "the thread is in its call")
             short = dist.AllreduceOptions()
             short.timeout = timedelta(seconds=0.3)
             short.asyncOp = False
-            group: Any = dist.group.WORLD
             start = time.monotonic()
             text = refusal(lambda: group.allreduce([torch.ones(8)], short))
             assert "another thread of this rank is in a collective" in text

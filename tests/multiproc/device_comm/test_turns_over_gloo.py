@@ -87,6 +87,7 @@ def nested(rank: int, world_size: int, directory: Path, name: str) -> None:
             wrong: Call = group.all_reduce if name in ("all_reduce", "all_to_all") else group.all_sum
             with pytest.raises(UsageError):
                 wrong("no number")
+            (directory / "handled").touch()
 
         if rank == 0:
             before = signal.signal(signal.SIGALRM, handle)
@@ -99,10 +100,8 @@ def nested(rank: int, world_size: int, directory: Path, name: str) -> None:
 
             interrupter = threading.Thread(target=interrupt)
             interrupter.start()
-            (directory / "told-0").touch()
         else:
-            wait_until((directory / "waits-0").exists, "rank 0 waits")
-            time.sleep(0.3)
+            wait_until((directory / "handled").exists, "the handler has come")
         assert call(group) in (None, True)
         if rank == 0:
             interrupter.join()

@@ -195,7 +195,7 @@ def test_a_strike_at_any_place_of_adequeue_leaves_neither_a_descriptor_nor_an_en
 @pytest.mark.guarantee("B14")
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("group-coordinator-descriptors", CapabilityError), ("group-coordinator-fileno", RuntimeError)],
+    [("group-coordinator-descriptors", CapabilityError), ("group-coordinator-fileno", CapabilityError)],
     ids=["the one that opens the descriptor", "the one that serves it"],
 )
 def test_a_thread_that_cannot_be_started_leaves_no_descriptor(name: str, error: type[Exception]) -> None:

@@ -6,7 +6,6 @@ import signal
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, product
 from types import FrameType
 from typing import Any
@@ -49,7 +48,7 @@ class Scaled:
 class Striking:
     """A key that announces SIGALRM when it is compared, and then runs no Python code in which a handler could raise."""
 
-    __eq__ = partial(_thread.interrupt_main)  # type: ignore[assignment]
+    __eq__ = staticmethod(_thread.interrupt_main)  # type: ignore[assignment]
 
     def __hash__(self) -> int:
         """Return the hash of the signal's number, so that it is compared with that."""

@@ -22,6 +22,7 @@ from device_comm import checks
 from device_comm.async_calls import Aside, CallHandle, CallLine
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -44,6 +45,14 @@ class Async(TypedDict, total=False):
 
     timeout_s: AnyTimeout
     async_op: Required[Literal[True]]
+
+
+def _limit_of(timeout_s: AnyTimeout) -> float | None:
+    """Return a deadline in seconds, or None for one that the call itself refuses later, in its turn."""
+    try:
+        return None if timeout_s is None else seconds(timeout_s)
+    except UsageError:
+        return None
 
 
 class Calls:
@@ -84,16 +93,17 @@ class Calls:
         """Return the group's unique name."""
         return self._health.name
 
-    def enter(self, name: str, in_line: bool = True) -> None:
-        """Admit the call `name`, or raise the reason why it cannot be made.
+    def enter(self, name: str, in_line: bool = True, timeout_s: AnyTimeout = None) -> None:
+        """Admit the call `name`, whose deadline is `timeout_s`, or raise the reason why it cannot be made.
 
         Raises:
-            UsageError: This process is a forked child of the group's owner.
+            UsageError: This process is a forked child of the group's owner. Or asynchronous calls, behind which the
+                call has its place, were open until its deadline; it has taken no number.
             ClosedError: The group was destroyed.
             GroupBrokenError: An earlier failure broke the group.
         """
         if in_line and self._open:
-            self._line.settle(name)
+            self._line.settle(name, _limit_of(timeout_s))
         self._health.check_usable(name)
 
     def unwind(self, name: str, error: BaseException, plane: Plane | None = None) -> None:
@@ -112,7 +122,8 @@ class Calls:
             error: The refusal. It counts once, also if it passes the gates of several calls.
             plane: The plane of a collective. The refused call takes its number, and the other ranks' call raises.
         """
-        if isinstance(error, ClosedError) or error.is_told:
+        # What a signal handler raises has refused nothing: it may come when the call is complete.
+        if isinstance(error, ClosedError) or error.is_told or raised_by_handler(error):
             return
         fields = self._health.log_fields(name)
         logger.debug("%s: refused: %s", self._health.where(name), error, extra=fields)
@@ -171,7 +182,7 @@ class Calls:
         """
         if async_op:
             return self._hand_over(name, target, args, timeout_s, on_host)
-        self.enter(name)
+        self.enter(name, timeout_s=timeout_s)
         if torch.is_grad_enabled():
             self.refuse_lost_gradient(name, args)
         return self._make(name, target, args, timeout_s, "host" if on_host else "device")
@@ -210,7 +221,7 @@ class Calls:
         No function is called after it, not even the end of a `with` block: a signal handler that raised there
         would lose the message. The other arguments are those of `call`.
         """
-        self.enter(name, in_line)
+        self.enter(name, in_line, timeout_s)
         try:
             return take(None if timeout_s is None else seconds(timeout_s))
         except BaseException as error:
@@ -274,7 +285,7 @@ class _Call:
         self._in_line = in_line
 
     def __enter__(self) -> float | None:
-        self._calls.enter(self._name, self._in_line)
+        self._calls.enter(self._name, self._in_line, self._timeout_s)
         if self._timeout_s is None:
             return None
         try:

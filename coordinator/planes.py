@@ -17,6 +17,7 @@ from coordinator.queues.broadcaster import Broadcaster
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.timeouts import AnyTimeout
 
 Result = TypeVar("Result")
@@ -86,6 +87,8 @@ class GroupPlanes:
     def _blame_queue(self, error: CommError, obj: object) -> NoReturn:
         """Raise the group's error for an error of its queue in the broadcast of `obj`."""
         self._health.check_owner("broadcast_object")
+        if raised_by_handler(error):
+            raise error
         broadcaster = self._broadcaster
         if isinstance(error, UsageError):
             self._calls.refuse("broadcast_object", error)
@@ -128,7 +131,7 @@ class GroupPlanes:
         try:
             return self._calls.receive(name, timeout_s, take, in_line=in_line)
         except UsageError as error:
-            if self._order.refuses(error):
+            if not raised_by_handler(error) and self._order.refuses(error):
                 self._tell_refused_broadcast(src, f"{name}: {error}")
             raise
 

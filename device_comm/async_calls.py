@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from device_comm.health import SLICE_S, GroupHealth
+from device_comm.stages import BUSY, without_place
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, GroupBrokenError, UsageError
 from shm_broadcast.threads import DaemonThread
 from shm_broadcast.timeouts import AnyTimeout, seconds
@@ -176,13 +177,14 @@ class CallHandle(Generic[Result]):
         # `_done` is held until the call has ended, and orders the result before any thread that reads it.
         self._done = threading.Lock()
         self._done.acquire()
-        self._guard = threading.Lock()
         self._is_done = False
         self._value: Any = None
         self._error: Exception | None = None
         # Behind the call's work on an accelerator; None elsewhere.
         self._mark: Mark | None = None
         self._future: torch.futures.Future[Result] | None = None
+        # Empty once the future is complete, or while a thread completes it.
+        self._unresolved: deque[None] = deque([None], maxlen=1)
 
     def wait(self, timeout_s: AnyTimeout = None) -> Result:
         """Wait for the result and return it; raise what the blocking call would have raised.
@@ -231,6 +233,9 @@ class CallHandle(Generic[Result]):
             # the acquire sleeps interrupts nothing, so that its handler runs when the slice is over.
             end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
             while not self._done.acquire(timeout=max(0.0, min(SLICE_S, end_s - time.monotonic()))):
+                if self._is_done:
+                    # A signal handler has raised in another wait, behind its acquire: that one releases nothing.
+                    return True
                 if time.monotonic() >= end_s:
                     return False
             self._done.release()
@@ -267,14 +272,16 @@ class CallHandle(Generic[Result]):
         waits for the future. Where `wait` would raise, the future holds that error, also if it is asked for again.
         """
         self._health.check_owner(self._name)
-        with self._guard:
-            if self._future is not None:
-                return self._future
-            future = self._future = torch.futures.Future(devices=self.devices)
-            is_done = self._is_done
-        if is_done:
-            self._resolve(future)
-        return future
+        if self._future is None:
+            future: torch.futures.Future[Result] = torch.futures.Future(devices=self.devices)
+            # Nothing is called here, so that neither a signal handler nor another thread comes between.
+            if self._future is None:
+                self._future = future
+        # This stores the future before it reads `_is_done`, and `finish` sets that before it reads the future: one
+        # of them sees both.
+        if self._is_done:
+            self._resolve(self._future)
+        return self._future
 
     def perform(self, aside: Aside | None = None) -> BaseException | None:
         """Make the call; return the exception that interrupted it, if any. Waiters see the end after `finish`.
@@ -307,14 +314,26 @@ class CallHandle(Generic[Result]):
 
     def finish(self) -> None:
         """Mark the call as ended and wake all waiters."""
-        with self._guard:
-            self._is_done = True
-            future = self._future
+        self._is_done = True
+        future = self._future
         self._done.release()
         if future is not None:
             self._resolve(future)
 
     def _resolve(self, future: torch.futures.Future[Result]) -> None:
+        """Complete the future, unless that is done, or another thread does so now."""
+        try:
+            self._unresolved.popleft()
+            self._complete(future)
+        except IndexError:
+            return
+        except BaseException:
+            # A signal handler has raised: whoever asks for the future next completes it.
+            if not future.done():
+                self._unresolved.append(None)
+            raise
+
+    def _complete(self, future: torch.futures.Future[Result]) -> None:
         error: Exception | None = self._error
         with ExitStack() as streams:
             if error is None and self._mark is not None:
@@ -440,21 +459,24 @@ class CallLine:
         with suppress(ClosedError, GroupBrokenError):
             self.submit(name, action)
 
-    def settle(self, name: str) -> None:
+    def settle(self, name: str, timeout_s: float | None = None) -> None:
         """Wait until no call is open, so that a blocking call keeps the order of calls on all ranks.
 
         Errors of those calls are raised by their handles.
 
         Raises:
-            UsageError: This process is a forked child of the group's owner, or this is a callback of this thread.
+            UsageError: This process is a forked child of the group's owner, or this is a callback of this thread. Or
+                a call was still open after `timeout_s` seconds.
         """
         self._health.check_owner(name)
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
                 last = self.open[-1]
             except IndexError:
                 return
-            last.join()
+            if not last.join(max(end - time.monotonic(), 0.0)):
+                raise without_place(self._health, name, BUSY)
 
     def close(self, timeout_s: float) -> None:
         """End the thread, within about `timeout_s` seconds; calls that are open end with `ClosedError`. Idempotent."""

@@ -236,10 +236,10 @@ class PointToPointWorks:
 
     def is_complete(self) -> bool:
         """Return whether everything has been sent or received. Raises what went wrong."""
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            return not self._peers
+        # Without the lock: a signal handler that runs while this thread holds it may destroy the group, and ask too.
+        if self._error is not None:
+            raise self._error
+        return not self._peers
 
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds."""
@@ -257,10 +257,7 @@ class PointToPointWorks:
     def pending(self) -> tuple[int, ...]:
         """Return the peers that are still awaited."""
         awaited = self._awaited
-        if awaited is None:
-            with self._lock:
-                awaited = self._awaited = tuple(sorted(set(self._peers.values())))
-        return awaited
+        return tuple(sorted(set(self._peers.values()))) if awaited is None else awaited
 
 
 class ExchangeWorks:

@@ -56,14 +56,20 @@ class _EagerSends:
     def settle(self, threads: WaiterThreads, peer: int) -> PointToPointWorks:
         """Return the wait for the frames that are being settled; if there are none, start one for all open frames."""
         if self.settling is None:
-            newest, _ = self.open[-1]
-            self.settling = PointToPointWorks(threads, [(peer, newest)], self.open)
-            self.open = []
+            # Taken out first: another thread, or a signal handler, may add a frame while a thread is started.
+            kept, self.open = self.open, []
+            try:
+                self.settling = PointToPointWorks(threads, [(peer, kept[-1][0])], kept)
+            except BaseException:
+                self.open = [*kept, *self.open]
+                raise
         return self.settling
 
-    def settled(self) -> None:
-        self.settling = None
-        self.nbytes = sum(data.numel() for _, data in self.open)
+    def settled(self, works: PointToPointWorks) -> None:
+        """Account for frames that have been taken; another thread may have done so, and have begun with the next."""
+        if self.settling is works:
+            self.settling = None
+            self.nbytes = sum(data.numel() for _, data in self.open)
 
 
 class GlooHostPlane(GatheringHostPlane):
@@ -280,28 +286,31 @@ class GlooHostPlane(GatheringHostPlane):
                             works.append((self._ranks[peer], self._backend.send([rest], peer, tag)))
                         else:
                             self._eager.setdefault((peer, tag), _EagerSends()).add(sent, data)
+                            self._begin_to_settle(peer, tag)
             finally:
                 for turn in turns:
                     turn.release()
             with self._health.transport(operation):
                 for peer in peers:
-                    self._settle(operation, peer, tag, timeout_s)
+                    self._await_room(operation, peer, tag, timeout_s)
             return self._send_handle(operation, works, data, timeout_s) if works else CompletedHandle()
 
         return in_stages(self._health, operation, stages)
 
-    def _settle(self, operation: Operation, peer: int, tag: int, timeout_s: float) -> None:
-        """Account for eager sends; wait only if the receiver is too far behind."""
-        sends = self._eager.get((peer, tag))
-        if sends is None:
-            return
+    def _begin_to_settle(self, peer: int, tag: int) -> None:
+        """Let a thread wait for eager sends if there are many of them. The caller has the turn of this peer and tag."""
+        sends = self._eager[peer, tag]
         if sends.settling is not None and sends.settling.is_complete():
-            sends.settled()
-        if len(sends.open) > EAGER_SENDS:
+            sends.settled(sends.settling)
+        if len(sends.open) > EAGER_SENDS or sends.nbytes > EAGER_BYTES:
             sends.settle(self._threads, self._ranks[peer])
-        while sends.nbytes > EAGER_BYTES:
-            self._health.wait(operation, sends.settle(self._threads, self._ranks[peer]), timeout_s)
-            sends.settled()
+
+    def _await_room(self, operation: Operation, peer: int, tag: int, timeout_s: float) -> None:
+        """Wait while the receiver is too far behind with the eager sends."""
+        sends = self._eager.get((peer, tag))
+        while sends is not None and sends.nbytes > EAGER_BYTES and (works := sends.settling) is not None:
+            self._health.wait(operation, works, timeout_s)
+            sends.settled(works)
 
     def _receive_frame(
         self, operation: Operation, src: int, tag: int, timeout_s: float | None, type_: Any = None
@@ -405,7 +414,7 @@ class GlooHostPlane(GatheringHostPlane):
                     if not works.poll(max(deadline - time.monotonic(), 0.0)):
                         # A peer that takes nothing any more cannot keep this rank from leaving.
                         return
-                    sends.settled()
+                    sends.settled(works)
 
     def close(self, timeout_s: float) -> None:
         """End the threads, after aborting the operations that still wait in them."""

@@ -10,6 +10,7 @@ from coordinator.queues.ends import Reader, Writer
 from device_comm.health import GroupHealth
 from shm_broadcast._core import WriteEndpoint
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, PeerLostError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.ring.writer import nanoseconds
 
@@ -90,6 +91,8 @@ class Broadcaster:
 
         `within_s` is the call's deadline in seconds, or None if it had none.
         """
+        if raised_by_handler(error):
+            raise error
         if isinstance(error, ClosedError):
             # This process closed the queue, or its writer left or broke: the status store knows which.
             operation = self._health.begin_point_to_point("queue", "broadcast_object")

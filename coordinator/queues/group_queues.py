@@ -25,6 +25,7 @@ from device_comm.stages import in_stages
 from shm_broadcast.codec import register_type
 from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import CapabilityError, CommError, DecodeError, PeerLostError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import this_process
 from shm_broadcast.queue import QueueReader, QueueWriter
 
@@ -227,6 +228,8 @@ class GroupQueues:
                     batch.append(mine := self._offer(plan[own], public))
                     offer = QueueOffer(mine.handle.to_bytes(mine.key), mine.key)
                 except CommError as error:
+                    if raised_by_handler(error):
+                        raise
                     offer = QueueOffer(failure=self._blame(error))
             offers: list[QueueOffer] = self._gather(offer)
             self._agree([each.failure for each in offers])
@@ -242,6 +245,8 @@ class GroupQueues:
         try:
             pairs = {writer: RemoteKeys.generate() for writer in far if self._rank_in_group in far[writer]}
         except CommError as error:
+            if raised_by_handler(error):
+                raise
             failure = self._blame(error)
         told: list[QueueKeys] = self._gather(
             QueueKeys({writer: pair.public for writer, pair in pairs.items()}, failure)
@@ -286,6 +291,8 @@ class GroupQueues:
                 batch.append(end)
                 ends[writer] = end
         except CommError as error:
+            if raised_by_handler(error):
+                raise
             self._raise_if_ended(error, deadline)
             failure = self._blame(error)
         self._agree(self._gather(failure))
@@ -346,6 +353,8 @@ class GroupQueues:
         try:
             first = self._epochs.first_use(f"queue/{digest.hex()}", self._create_timeout_s)
         except CommError as error:
+            if raised_by_handler(error):
+                raise
             return f"may be of another epoch: {error}"
         if first == own:
             return ""

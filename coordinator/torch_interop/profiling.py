@@ -49,7 +49,8 @@ class _State(threading.local):
 class _Replaced:
     """What was replaced, while it is."""
 
-    lock: Final = threading.Lock()
+    # A signal handler that runs while this thread holds it may profile, too.
+    lock: Final = threading.RLock()
     users = 0
     originals: Final[list[tuple[type, str, Any]]] = []
 

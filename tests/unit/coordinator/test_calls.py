@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,12 +12,14 @@ from coordinator.calls import Calls
 from coordinator.testing import FakeGroupCoordinator
 from coordinator.testing.fake_planes import SilentStatusStore
 from device_comm.async_calls import CallHandle
-from device_comm.health import GroupHealth
+from device_comm.health import Arrival, GroupHealth
 from shm_broadcast.errors import ClosedError, GroupBrokenError, PeerLostError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
+from tests.handlers import alarm
 from tests.log_records import fields_of
 
 CPU = torch.device("cpu")
+PROMPT_S = 20.0
 
 
 @pytest.fixture
@@ -145,3 +148,41 @@ def test_every_refusal_is_noted_in_one_place(calls: Calls, caplog: pytest.LogCap
     assert refused == ["all_reduce", "send_object", "all_gather"]
     fields = [fields_of(record) for record in caplog.records]
     assert fields == [{"group": "calls:0", "rank": 0, "call": name} for name in refused]
+
+
+@pytest.mark.guarantee("D69")
+def test_what_a_signal_handler_raises_refuses_no_call(calls: Calls, health: GroupHealth) -> None:
+    """A handler may let the error of a call of its own through; the interrupted call may be complete by then."""
+    refused: list[str] = []
+    health.attach("device", Refusing(refused))
+
+    def handler() -> None:
+        raise UsageError("of a call in the handler")
+
+    def target(*, timeout_s: float | None = None) -> None:
+        del timeout_s
+        with alarm(0.01, handler):
+            time.sleep(PROMPT_S)
+
+    with pytest.raises(UsageError, match="of a call in the handler"):
+        calls.run("barrier", target)
+    assert refused == []
+    with pytest.raises(UsageError, match="timeout_s"):
+        calls.run("barrier", target, timeout_s=-1)
+    assert len(refused) == 1
+
+
+class Refusing:
+    """A plane that notes what is refused."""
+
+    def __init__(self, refused: list[str]) -> None:
+        self._refused = refused
+
+    def refuse(self, reason: str) -> None:
+        self._refused.append(reason)
+
+    def catch_up(self) -> None:
+        """Nothing waits."""
+
+    def last_calls(self) -> dict[int, Arrival]:
+        return {}

@@ -8,6 +8,7 @@ import pytest
 
 from device_comm.works import PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import ClosedError
+from tests.handlers import alarm, handling_at
 from tests.waiting import wait_until
 
 
@@ -118,3 +119,37 @@ class FakeWork:
         if self._fails:
             raise RuntimeError("the connection is closed")
         return is_done
+
+
+class Waiting:
+    """A work that is complete when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def wait(self, _timeout: object) -> bool:
+        """Block as torch's work does."""
+        return self.is_over.wait(20.0)
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize("asked", ["is_complete", "pending"])
+def test_a_handler_may_ask_for_transfers_that_it_interrupts_in_a_question(asked: str) -> None:
+    """Such as one that destroys the group, which waits for what is still being sent."""
+    threads, works = WaiterThreads("asked"), [Waiting(), Waiting()]
+    transfers = PointToPointWorks(threads, [(1, works[0]), (2, works[1])], None)  # type: ignore[list-item]
+    found: list[Any] = []
+
+    def ask() -> None:
+        found.append(getattr(transfers, asked)())
+
+    step, comes = 0, True
+    with alarm(20.0, lambda: pytest.fail("the question waits for itself")):
+        while comes:
+            comes = handling_at(step, ask, ask, ("device_comm/works.py",))
+            step += 1
+    assert set(found) == {False if asked == "is_complete" else (1, 2)}
+    for work in works:
+        work.is_over.set()
+    wait_until(transfers.is_complete, "the transfers")
+    threads.close(5.0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from shm_broadcast.descriptors import read_text
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["free_memory_bytes"]
 
@@ -47,7 +48,9 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
             # Without a limit, version 2 says "max", and version 1 gives a number that no machine reaches.
             limit = int(read_text(folder / files.limit))
             usage = int(read_text(folder / files.usage))
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if raised_by_handler(error):
+                raise
             continue
         free = min(free, limit - usage + _cache_bytes(folder / "memory.stat", files.cache))
     return max(free, 0)
@@ -56,7 +59,9 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 def _cache_bytes(statistics: Path, counter: str) -> int:
     try:
         lines = read_text(statistics).splitlines()
-    except OSError:
+    except OSError as error:
+        if raised_by_handler(error):
+            raise
         return 0  # some sandboxes show the limit without the counters
     return int(dict(line.split() for line in lines).get(counter, 0))
 
@@ -66,7 +71,9 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, _Files]]:
     try:
         members = read_text(root / "proc/self/cgroup").splitlines()
         mounts = read_text(root / "proc/self/mountinfo").splitlines()
-    except OSError:
+    except OSError as error:
+        if raised_by_handler(error):
+            raise
         return  # a kernel without cgroups
     own: dict[_Files, str] = {}
     for line in members:

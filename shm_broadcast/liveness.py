@@ -26,6 +26,7 @@ import msgspec
 from shm_broadcast import _core
 from shm_broadcast.descriptors import read_text, refusal
 from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 PeerState = Literal["alive", "stopped", "dead", "unknown"]
 _Key = TypeVar("_Key")
@@ -196,6 +197,8 @@ def keep_pidfd(pid: int, kept: dict[_Key, int], key: _Key) -> None:
     except ProcessLookupError:
         raise
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         if error.errno in _NO_PROCESS:
             raise ProcessLookupError(error.errno, "a thread of another process has this number") from error
         raise refusal(

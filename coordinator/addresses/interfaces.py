@@ -12,6 +12,7 @@ from typing import Final
 from coordinator.addresses.names import Address
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CapabilityError, SettingsError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["interface_address", "routed_address"]
 
@@ -43,6 +44,8 @@ def routed_address(host: str, addresses: list[Address]) -> str:
                 probe.connect(address.target)
                 return str(probe.getsockname()[0])
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             refusals.append(f"{address.text}: {error.strerror}")
     raise CapabilityError(
         f"this host, {socket.gethostname()}, has no route to {host} ({'; '.join(refusals)})",
@@ -77,7 +80,9 @@ def _ipv4_address(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError:
+        except OSError as error:
+            if raised_by_handler(error):
+                raise
             return None
     return socket.inet_ntoa(answer[20:24])
 

@@ -10,6 +10,7 @@ import time
 from typing import Any, Final, NamedTuple
 
 from shm_broadcast.errors import ClosedError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.reports.log_fields import log_fields
 
 __all__ = ["Address", "addresses_of", "await_addresses", "is_loopback", "is_numeric", "refuse_loopback"]
@@ -77,6 +78,8 @@ def await_addresses(
         try:
             return addresses_of(host, port)
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             left_s = end - time.monotonic()
             if left_s <= 0:
                 raise

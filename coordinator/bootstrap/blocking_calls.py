@@ -13,6 +13,7 @@ import torch
 
 from device_comm.health import EXPLAIN_S, SLICE_S
 from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch
 from shm_broadcast.threads import DaemonThread
 
@@ -124,6 +125,8 @@ def ask_store(
     try:
         return run_interruptibly(question, "store", check_all)
     except RuntimeError as error:
+        if raised_by_handler(error):
+            raise
         raise torch_error(f"{where}: lost the connection to the world's store: {error}", "Store") from error
 
 
@@ -198,6 +201,8 @@ def connect_watched(
     try:
         return run_interruptibly(action, name, check_both)
     except RuntimeError as error:
+        if raised_by_handler(error):
+            raise
         # torch raises this when a connection is refused or its own timeout passes. A dying peer's sockets close
         # some milliseconds before its process appears dead, so look for a while before blaming torch. A peer
         # that was interrupted lives on; it published that before it closed its sockets.

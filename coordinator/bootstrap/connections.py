@@ -25,6 +25,7 @@ from coordinator.security.store import close
 from coordinator.settings import CoordinatorSettings
 from coordinator.stores import is_local
 from shm_broadcast.errors import CommError, CommTimeoutError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["SpareConnection", "connection_of_its_own", "open_tcp_store"]
 
@@ -128,6 +129,8 @@ def open_tcp_store(
     except CommError:
         raise  # CommTimeoutError is an OSError too
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         raise _nameless(where, host, settings.create_timeout_s, serve, error) from error
     finally:
         over.set()

@@ -18,6 +18,7 @@ from coordinator.bootstrap.agreement.agreeing import EXPLAIN_S
 from coordinator.bootstrap.blocking_calls import ask_store, raise_if_lost
 from coordinator.bootstrap.world import World
 from shm_broadcast.errors import CommTimeoutError, DisagreementError, NativeError, PeerLostError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
 
 __all__ = ["GroupNames"]
@@ -161,13 +162,17 @@ class GroupNames:
         where = f"creating group {' and '.join(map(repr, bases))} (rank {self.rank})"
         try:
             return ask_store(change, where, self.timeout_s)
-        except NativeError:
+        except NativeError as error:
+            if raised_by_handler(error):
+                raise
             # The process that serves the store is gone. Give it time to appear dead, so that the error can name it.
             time.sleep(EXPLAIN_S)
             with self._watch() as watch:
                 raise_if_lost(watch, where)
             raise
         except CommTimeoutError as error:
+            if raised_by_handler(error):
+                raise
             with self._watch() as watch:
                 stopped = [rank for rank in watch.peers if watch.state(rank) == "stopped"]
                 named = "".join(f"; rank {rank} ({watch.describe(rank)})" for rank in stopped)

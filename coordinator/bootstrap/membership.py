@@ -19,6 +19,7 @@ from coordinator.security.store import SecuredStore
 from coordinator.stores import base_of
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CapabilityError, NativeError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +117,8 @@ def own_address(interface: str | None, store: dist.Store, spans_hosts: bool = Fa
     try:
         server = addresses_of(store.host, store.port or 1)
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         raise NativeError(
             f"the name of the store's host, {store.host}, has no address any more: {error.strerror}",
             library="libc",
@@ -159,7 +162,9 @@ def serves_store(store: dist.Store) -> bool:
         server = addresses_of(store.host, store.port or 1)
         # To reach an address of this host, the kernel uses that same address as the source.
         return routed_address(store.host, server) in {address.text for address in server}
-    except (OSError, CapabilityError):  # no name or no route any more: then it is elsewhere
+    except (OSError, CapabilityError) as error:  # no name or no route any more: then it is elsewhere
+        if raised_by_handler(error):
+            raise
         return False
 
 

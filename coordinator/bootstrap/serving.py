@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from coordinator.addresses.names import addresses_of
 from shm_broadcast.errors import UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["allow_descriptors", "descriptors_needed", "listen", "listen_at", "options_of_server"]
 
@@ -81,6 +82,8 @@ def listen_at(host: str, port: int) -> tuple[socket.socket, str]:
     try:
         addresses = addresses_of(host, port)
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         raise UsageError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}") from error
     refused = list[OSError]()
     for address in addresses:
@@ -92,6 +95,8 @@ def listen_at(host: str, port: int) -> tuple[socket.socket, str]:
         try:
             return socket.create_server(address.target, family=address.family, backlog=2048), address.text
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             refused.append(error)
     reasons = ", ".join(dict.fromkeys(os.strerror(error.errno or 0) for error in refused))
     raise UsageError(

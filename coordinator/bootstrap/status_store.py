@@ -78,7 +78,9 @@ class WorldStatusStore:
         try:
             self._check()
             return ask_store(question, "status store", within_s, check_both)
-        except CommTimeoutError:
+        except CommTimeoutError as error:
+            if raised_by_handler(error):
+                raise
             if within_s >= ANSWER_S:
                 self._reachable = False
         except (NativeError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -36,6 +36,7 @@ from shm_broadcast.errors import (
     NativeError,
     PeerLostError,
 )
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["Actions", "Deadlines", "Driver", "ask"]
 
@@ -157,6 +158,8 @@ class Driver:
         try:
             self._actions.build(wants.number, wants.members)
         except CommError as error:
+            if raised_by_handler(error):
+                raise
             reason = str(error) or type(error).__name__
             return protocol.LOST + reason if isinstance(error, _OTHERS) else reason
         return ""

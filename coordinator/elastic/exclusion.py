@@ -9,6 +9,7 @@ from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.world import Line, World
 from coordinator.elastic.protocol import Excluded, decided_without
 from shm_broadcast.errors import CommTimeoutError, ExcludedError, NativeError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["exclusion_in"]
 
@@ -23,7 +24,9 @@ def exclusion_in(world: World) -> Callable[[str], ExcludedError | None]:
     def ask(where: str) -> ExcludedError | None:
         try:
             found = ask_store(lambda: _find(line), where, _ANSWER_S)
-        except (CommTimeoutError, NativeError):
+        except (CommTimeoutError, NativeError) as error:
+            if raised_by_handler(error):
+                raise
             return None  # the call that has failed has its own error
         if found is None:
             return None

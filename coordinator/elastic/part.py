@@ -24,6 +24,7 @@ from shm_broadcast.errors import (
     NativeError,
     UsageError,
 )
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
 from shm_broadcast.reports.log_fields import log_fields
 
@@ -218,6 +219,8 @@ class Part(Generic[Groups]):
         try:
             self._ending.check()
         except CommError as error:
+            if raised_by_handler(error):
+                raise
             self.unfit = error
 
     def dead(self) -> frozenset[int]:
@@ -254,6 +257,8 @@ class Part(Generic[Groups]):
         except UsageError:
             raise
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             self.rule_error = error
             raise UsageError(f"the layout rule has failed: {type(error).__name__}: {error}") from error
         if not is_fitting:
@@ -325,6 +330,8 @@ class Part(Generic[Groups]):
         try:
             self._ending.quiesce(self._step_s / 2)
         except CommError as error:
+            if raised_by_handler(error):
+                raise
             self.unfit = error
 
     def _keep_store(self) -> None:

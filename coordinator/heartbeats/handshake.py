@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from shm_broadcast.descriptors import refusal
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, NativeError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["HEARTBEATS", "TOKEN_BYTES", "Meeting", "Opened", "Target", "listen_at"]
 
@@ -76,6 +77,8 @@ def listen_at(address: str, purpose: str = HEARTBEATS) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         raise NativeError(
             f"cannot listen for {purpose} on {address}: {error.strerror}",
             library="libc",
@@ -214,11 +217,15 @@ class Meeting:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             raise _refused(self._purpose, error) from error
         try:
             guest = _Guest(connection)
-        except OSError:  # gone already
+        except OSError as error:  # gone already
             connection.close()
+            if raised_by_handler(error):
+                raise
             return
         self._drop_guests(self._guests[: max(len(self._guests) - _MOST_GUESTS + 1, 0)])
         self._guests.append(guest)
@@ -238,7 +245,9 @@ class Meeting:
             received = guest.connection.recv(_ANSWER_BYTES - len(guest.received))
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            if raised_by_handler(error):
+                raise
             received = b""
         guest.received += received
         if received and len(guest.received) < _ANSWER_BYTES:
@@ -249,7 +258,9 @@ class Meeting:
             return
         try:
             guest.connection.send(_proof(self._token, b"welcome", guest.challenge, caller, self._rank))
-        except OSError:
+        except OSError as error:
+            if raised_by_handler(error):
+                raise
             self._drop_guests([guest])
             return
         self._guests.remove(guest)
@@ -290,6 +301,8 @@ class Meeting:
         try:
             family, target = _resolved(call.target.address, call.target.port)
         except (OSError, UnicodeError, OverflowError) as error:
+            if raised_by_handler(error):
+                raise
             raise NativeError(
                 f"rank {call.partner} told no numeric address for {self._purpose}, but {call.target.address!r} port "
                 f"{call.target.port}: {error}",
@@ -299,6 +312,8 @@ class Meeting:
         try:
             call.connection = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             raise _refused(self._purpose, error) from error
         call.connection.setblocking(False)
         call.received, call.challenge = bytearray(), b""
@@ -344,6 +359,8 @@ class Meeting:
         except BlockingIOError:
             return
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             self._hang_up(call, error)
 
     def _hang_up(self, call: _Call, error: OSError | None) -> None:

@@ -15,6 +15,7 @@ from coordinator.heartbeats.handshake import TOKEN_BYTES, Meeting, Target, liste
 from coordinator.heartbeats.links import Link
 from coordinator.heartbeats.watching import Heartbeats
 from shm_broadcast.errors import CommTimeoutError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["Page", "join_heartbeats"]
 
@@ -120,8 +121,12 @@ def _exchanged(
     try:
         return run_interruptibly(exchange, "heartbeats", check_time)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if raised_by_handler(error):
+            raise
         raise torch_error(f"{where}: the store holds no page of a partner: {error}", "Store") from error
     except RuntimeError as error:
+        if raised_by_handler(error):
+            raise
         raise torch_error(f"{where}: lost the connection to the store: {error}", "Store") from error
 
 

@@ -19,6 +19,7 @@ from coordinator.bootstrap.agreement.agreeing import ANSWER_S
 from coordinator.bootstrap.blocking_calls import pause_after, run_interruptibly, torch_error
 from device_comm.health import GroupHealth, Operation
 from shm_broadcast.errors import ClosedError, CommTimeoutError
+from shm_broadcast.interruption import raised_by_handler
 
 _NAME: Final = "monitored_barrier"
 _PASSED: Final = "passed"
@@ -46,6 +47,8 @@ def wait(store: dist.Store, health: GroupHealth, within_s: float, *, wait_all_ra
     try:
         run_interruptibly(barrier.count if rank == 0 else barrier.pass_through, _NAME, barrier.check)
     except RuntimeError as error:
+        if raised_by_handler(error):
+            raise
         raise torch_error(
             f"{health.where(_NAME)}: lost the connection to the store: {error}", "Store"
         ) from error

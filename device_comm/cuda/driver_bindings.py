@@ -24,6 +24,7 @@ from device_comm.cuda.driver import IPC_HANDLE_BYTES, Driver, LaunchConfiguratio
 from device_comm.cuda.driver_parts import MulticastCalls, StreamCalls
 from device_comm.cuda.nvml import links_of
 from shm_broadcast.errors import CapabilityError, ClosedError, CudaError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["CudaDriver", "Driver", "PreparedLaunch", "bindings"]
 
@@ -124,6 +125,8 @@ class CudaDriver(MulticastCalls, StreamCalls, Driver):
                 requirement="cuda-bindings 12.9 or later",
             ) from error
         except RuntimeError as error:
+            if raised_by_handler(error):
+                raise
             # There is no libcuda, or it is too old to have the function.
             raise CapabilityError(
                 f"{function} cannot be called: {error}; is an NVIDIA driver installed, and new enough?",

@@ -20,6 +20,7 @@ from typing import Any, Final
 from device_comm.cuda.driver_bindings import bindings
 from device_comm.cuda.whole_file import write_whole
 from shm_broadcast.errors import CapabilityError, CudaError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = [
     "DTYPES",
@@ -153,6 +154,8 @@ def _call(function: str, *arguments: Any) -> Any:
     try:
         code, *results = getattr(bindings("nvrtc"), function)(*arguments)
     except (RuntimeError, OSError) as error:
+        if raised_by_handler(error):
+            raise
         raise CapabilityError(
             f"NVRTC, the CUDA run-time compiler, cannot be loaded (package nvidia-cuda-nvrtc): {error}",
             requirement="NVRTC",

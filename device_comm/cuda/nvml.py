@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shm_broadcast.errors import CapabilityError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["links_of"]
 
@@ -52,6 +53,8 @@ def links_of(nvml: Any, uuid: str) -> dict[str, tuple[bool, bool]]:
         finally:
             nvml.shutdown()
     except (own_error, RuntimeError, OSError, AttributeError) as error:
+        if raised_by_handler(error):
+            raise
         raise CapabilityError(
             f"NVML does not tell the links of device {uuid}: {type(error).__name__}: {error}",
             requirement="NVML",

@@ -27,6 +27,7 @@ from device_comm.cuda.policy.decision import GroupFacts
 from device_comm.cuda.topology import gather_topology, probe
 from device_comm.cuda_settings import cuda_settings
 from shm_broadcast.errors import CapabilityError, CommError, InternalError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["build_custom", "build_experts", "default_cache_directory"]
 
@@ -192,6 +193,8 @@ def _is_exportable(context: CommunicatorContext, peers: PeerExchange, driver: Dr
         if not driver.is_legacy_ipc_capable(sample.data_ptr()):
             trouble = "the allocator's memory cannot be exported (expandable segments?)"
     except (CommError, RuntimeError) as error:  # torch has no memory left
+        if raised_by_handler(error):
+            raise
         trouble = str(error)
     return not peers.failures(trouble)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from shm_broadcast.errors import CapabilityError, NcclError
+from shm_broadcast.interruption import raised_by_handler
 
 UNIQUE_ID_BYTES: Final = 128
 SUCCESS: Final = 0
@@ -241,6 +242,8 @@ def _open(file: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(file)
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         raise CapabilityError(
             f"NCCL cannot be loaded: {error}; install the extra [cu12] or [cu13], whichever matches torch, or "
             "give the path of a libnccl.so.2",

@@ -19,6 +19,7 @@ from typing import Final, Self
 
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CapabilityError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import ProcessIdentity, keep_pidfd, process_state, this_process
 from shm_broadcast.stacks.offered import HEADER_BYTES, NAME, NBYTES, handles
 from shm_broadcast.status import layout
@@ -86,6 +87,8 @@ def ask(
                     texts[rank] = text
                     question.close()
             except (_NoAnswerError, OSError, CapabilityError) as error:
+                if raised_by_handler(error):
+                    raise
                 texts[rank] = _reason(process, error)
         while asked:
             is_last = time.monotonic() >= end
@@ -93,6 +96,8 @@ def ask(
                 try:
                     text = question.late(within_s) if is_last else question.look()
                 except (_NoAnswerError, OSError, CapabilityError) as error:
+                    if raised_by_handler(error):
+                        raise
                     text = _reason(question.process, error)
                 if text is not None:
                     texts[rank] = text
@@ -252,6 +257,8 @@ class _Question:
             except ProcessLookupError:
                 continue  # it has ended
             except OSError as error:
+                if raised_by_handler(error):
+                    raise
                 self._parts.append(
                     f"no stack of thread {name}: pidfd_open: {error.strerror} (it needs Linux 6.9)"
                 )

@@ -201,6 +201,8 @@ class Dumps:
             self._written += 1
             return self._write(self._dump(group, cause, failure, others), self._written)
         except (OSError, CommError, UnicodeEncodeError) as error:
+            if raised_by_handler(error):
+                raise
             logger.warning(
                 "no dump of the failure of %r was written: %s", group, error, extra=log_fields(group=group)
             )
@@ -248,6 +250,8 @@ class Dumps:
                 0,
             )
         except (OSError, CommError, UnicodeEncodeError) as problem:
+            if raised_by_handler(problem):
+                raise
             logger.warning(
                 "what queue %r waits for was not written: %s", name, problem, extra=log_fields(queue=name)
             )
@@ -344,5 +348,7 @@ def dump_of_ring(descriptor: int, inode: int | None = None, offset: int = 0) -> 
         first = os.pread(descriptor, nbytes, offset)
         second = os.pread(descriptor, nbytes, offset)
         return QueueDump(status.st_ino, offset, status.st_size - offset, first, second)
-    except OSError:
+    except OSError as error:
+        if raised_by_handler(error):
+            raise
         return None

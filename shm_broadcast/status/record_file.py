@@ -20,6 +20,7 @@ from typing import Final
 
 from shm_broadcast.descriptors import refuse_if_full
 from shm_broadcast.errors import CapabilityError, SettingsError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.segment import Segment, is_sealed
 from shm_broadcast.status.layout import NAME, PAGE_BYTES
 
@@ -103,6 +104,8 @@ class RunFolder:
         try:
             runs = runs_in(directory)
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             raise _refused(directory, error, "listed") from error
         for old in runs[KEPT_RUNS:]:
             # This run is not the newest if others have begun since, or if a clock was set back.
@@ -122,6 +125,8 @@ class RunFolder:
             segment.memory = mmap.mmap(segment.descriptor, PAGE_BYTES)
         except OSError as error:
             segment.close()
+            if raised_by_handler(error):
+                raise
             raise _refused(self._page_path, error) from error
         except BaseException:
             segment.close()
@@ -148,6 +153,8 @@ def create_private(path: Path) -> int:
     try:
         return os.open(path, flags, 0o600)
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         raise _refused(path, error) from error
 
 
@@ -167,6 +174,8 @@ def _make_private(directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         raise _refused(directory, error) from error
     if not stat.S_ISDIR(status.st_mode):
         raise SettingsError(f"record_dir: {directory} is no directory")
@@ -189,5 +198,7 @@ def _remove(folder: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         if error.errno != errno.ENOTEMPTY:  # somebody keeps files of his own there
             raise _refused(folder, error) from error

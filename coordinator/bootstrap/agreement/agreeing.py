@@ -321,7 +321,9 @@ class _Agreement:
         self._next_look_s = waited_s + LOOK_EVERY_S
         try:
             ask_store(self._give_up if is_late else self._look, self._where, ANSWER_S, self.raise_if_lost)
-        except CommTimeoutError:
+        except CommTimeoutError as error:
+            if raised_by_handler(error):
+                raise
             if time.monotonic() - self._started >= self._timeout_s:
                 raise self._unanswered() from None
 

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from coordinator.bootstrap.blocking_calls import finish_calls
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CommTimeoutError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import ProcessIdentity, process_state, this_process
 
 _POINTER: Final = "current"
@@ -134,6 +135,8 @@ class DirectoryRendezvous:
                 self._let_go(generation)
                 raise FileNotFoundError(errno.ENOENT, "all processes of the last generation have ended")
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             raise UsageError(f"no run that could be joined goes on in {self._directory}: {error}") from error
         for link, process in _links(generation):
             if _has_ended(process):
@@ -173,7 +176,9 @@ class DirectoryRendezvous:
         beside = self._path.with_name(self._path.name + _BESIDE)
         try:
             mode = self._path.stat().st_mode
-        except OSError:
+        except OSError as error:
+            if raised_by_handler(error):
+                raise
             # The file may have been removed since rank 0 saw it.
             return beside if self._rank and beside.is_dir() else self._path
         if stat.S_ISDIR(mode):
@@ -191,6 +196,8 @@ class DirectoryRendezvous:
             try:
                 return self._create_generation()
             except OSError as error:
+                if raised_by_handler(error):
+                    raise
                 tries += 1
                 # The last rank of an earlier run may remove the directory just after this rank has found it.
                 if tries == _TRIES or not isinstance(error, FileNotFoundError):
@@ -249,7 +256,9 @@ class DirectoryRendezvous:
     def _follow(self) -> Path | None:
         try:
             name = read_text(self._directory / _POINTER)
-        except OSError:
+        except OSError as error:
+            if raised_by_handler(error):
+                raise
             return None
         return self._directory / name if _NAME.match(name) else None
 
@@ -257,7 +266,9 @@ class DirectoryRendezvous:
         """Claim this rank in `generation`; return "", or why the generation is not the current run's."""
         try:
             _check_private(generation)
-        except OSError:
+        except OSError as error:
+            if raised_by_handler(error):
+                raise
             return "the last generation was removed"
         owner = _read_owner(generation)
         if owner is None:
@@ -279,7 +290,9 @@ class DirectoryRendezvous:
         except FileExistsError:
             self._let_go(generation)
             return f"another process has already joined the last generation as rank {self._rank}"
-        except OSError:
+        except OSError as error:
+            if raised_by_handler(error):
+                raise
             return "the last generation was removed"
         self._store = self._open()
         return ""
@@ -310,8 +323,11 @@ class DirectoryRendezvous:
             return  # a joining process has linked it meanwhile: it finds no pointer and lets go itself
         shutil.rmtree(generation, ignore_errors=True)
         if owner.made_directory:
-            with contextlib.suppress(OSError):  # another run is using it
+            try:
                 self._directory.rmdir()
+            except OSError as error:  # another run is using it
+                if raised_by_handler(error):
+                    raise
 
     def _remove_pointer(self, generation: Path) -> None:
         """Remove the pointer if it leads to `generation`; rank 0 may be replacing it concurrently."""
@@ -319,7 +335,9 @@ class DirectoryRendezvous:
         aside = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
         try:
             pointer.rename(aside)
-        except OSError:
+        except OSError as error:
+            if raised_by_handler(error):
+                raise
             return
         if read_text(aside) != generation.name:
             # It already leads to the next generation: restore it, unless a newer one is in place.
@@ -369,5 +387,7 @@ def _is_full(generation: Path, world_size: int) -> bool:
 def _read_owner(generation: Path) -> Owner | None:
     try:
         return msgspec.json.decode((generation / "owner").read_bytes(), type=Owner)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if raised_by_handler(error):
+            raise
         return None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Self
+from typing import Any, Final, Self, SupportsIndex
 
 from coordinator.bootstrap.world import World
 from coordinator.elastic import joiners
 from coordinator.elastic.callbacks import break_groups, call_back
+from coordinator.elastic.driver import finite_seconds
 from coordinator.elastic.ending import Ending
 from coordinator.elastic.layouts import LayoutRule, drop_replicas
 from coordinator.elastic.part import Change, Recipe
@@ -17,8 +19,11 @@ from coordinator.elastic.rebuilding import Membership, Plan, has_begun, prepare,
 from coordinator.layout import ParallelLayout
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import UsageError
+from shm_broadcast.timeouts import AnyTimeout
 
 __all__ = ["ChangingGroups"]
+
+_TIMEOUT_S: Final = 30.0
 
 
 class ChangingGroups(ABC):
@@ -35,7 +40,7 @@ class ChangingGroups(ABC):
         layout: LayoutRule = drop_replicas,
         progress: int = 0,
         min_members: int = 1,
-        timeout_s: float = 30.0,
+        timeout_s: AnyTimeout = _TIMEOUT_S,
     ) -> Self:
         """Create the groups again on the ranks that are left, after `PeerLostError` or `CommTimeoutError`.
 
@@ -51,9 +56,9 @@ class ChangingGroups(ABC):
         Args:
             layout: Chooses the new layout and the ranks that go on; a pure function, see `LayoutRule`. The default goes
                 on with the replicas of the model that have lost no rank.
-            progress: Any number that the others are to know, such as the last finished step; see `change.progress`.
+            progress: A whole number for the others to know, such as the last finished step; see `change.progress`.
             min_members: Refuse to go on with fewer. Equal on all ranks.
-            timeout_s: How long to wait for enough ranks, in seconds; equal on all ranks.
+            timeout_s: How long to wait for enough ranks, finite; None is 30 s. Equal on all ranks.
 
         Returns:
             The new groups; `change` says what has changed.
@@ -64,14 +69,17 @@ class ChangingGroups(ABC):
                 of them raise it, and the groups are as they were; `rebuild` may be called again. Or a rank could not
                 create its groups, such as for lack of memory: as above, but these groups are destroyed.
             CommTimeoutError: Too few ranks came in time; `.missing` names the others. As above.
-            UsageError: The members of this world cannot change; see `init_distributed_environment(elastic=True)`.
+            UsageError: The members of this world cannot change; see `init_distributed_environment(elastic=True)`. Or an
+                argument is no such number. Nothing is sent, and the groups are as they were.
             NativeError: The store is gone.
             Others: What a callback has raised; see `on_rebuild`. After that, and after an interrupt, call it once more.
         """
-        followed = self._followed("rebuild", timeout_s)
+        within_s = finite_seconds(timeout_s, _TIMEOUT_S)
+        progress, min_members = _integer(progress, "progress"), _integer(min_members, "min_members")
+        followed = self._followed("rebuild", within_s)
         if followed is not None:
             later = followed.rebuild(
-                layout=layout, progress=progress, min_members=min_members, timeout_s=timeout_s
+                layout=layout, progress=progress, min_members=min_members, timeout_s=within_s
             )
             self._unreturned.clear()
             return later
@@ -81,7 +89,7 @@ class ChangingGroups(ABC):
                 layout,
                 progress,
                 min_members,
-                timeout_s,
+                within_s,
                 self._create_again,
                 self._ending(),
                 self._healths(),
@@ -100,7 +108,7 @@ class ChangingGroups(ABC):
         join: int = 0,
         layout: LayoutRule = drop_replicas,
         progress: int = 0,
-        timeout_s: float = 30.0,
+        timeout_s: AnyTimeout = _TIMEOUT_S,
     ) -> Plan[Self]:
         """Agree on a planned change and create its groups, while these serve. Collective over the world.
 
@@ -120,13 +128,15 @@ class ChangingGroups(ABC):
             timeout_s: See `rebuild`.
 
         Raises:
-            UsageError: It is no change, or the members of this world cannot change. Nothing is sent.
+            UsageError: It is no change, an argument is no such number, or the members of this world cannot change.
+                Nothing is sent.
             DisagreementError: A rank could not go on, with the reason, or could not create its groups; the layout rule
                 has raised, or ranks have different ones. All raise it, and the groups serve on.
             CommTimeoutError: Ranks did not come, too few wait to join, or a member has ended.
             NativeError: The store is gone.
         """
-        if self._followed("prepare", timeout_s) is not None:
+        within_s, progress = finite_seconds(timeout_s, _TIMEOUT_S), _integer(progress, "progress")
+        if self._followed("prepare", within_s) is not None:
             raise UsageError("prepare: the next epoch has begun, call rebuild to go on from it")
         return prepare(
             self._membership(),
@@ -134,7 +144,7 @@ class ChangingGroups(ABC):
             progress,
             leave,
             join,
-            timeout_s,
+            within_s,
             self._create_again,
             self._ending(),
             self._go_over,
@@ -142,25 +152,26 @@ class ChangingGroups(ABC):
             self._give_up,
         )
 
-    def pending_members(self, *, leave: Collection[int] = (), timeout_s: float = 30.0) -> int:
+    def pending_members(self, *, leave: Collection[int] = (), timeout_s: AnyTimeout = _TIMEOUT_S) -> int:
         """Return how many processes wait in `join_distributed_environment`. Not collective; asks the store.
 
         A process that waits for the place of a member that serves does not count.
 
         Args:
             leave: Ranks whose places are to be free.
-            timeout_s: How long the store may take, in seconds.
+            timeout_s: How long the store may take, finite; None is 30 s.
 
         Raises:
             UsageError: The members of this world cannot change, or there is no such rank.
             CommTimeoutError: The store does not answer within `timeout_s`.
             NativeError: The store is gone.
         """
+        within_s = finite_seconds(timeout_s, _TIMEOUT_S)
         line = self._membership().world.line()
         if not set(leave) <= set(range(len(line.places))):
             raise UsageError(f"pending_members: leave={tuple(leave)} are no {len(line.places)} ranks")
         staying = [place for rank, place in enumerate(line.places) if rank not in leave]
-        return len(joiners.pending(line, staying, "pending_members", timeout_s))
+        return len(joiners.pending(line, staying, "pending_members", within_s))
 
     def on_rebuild(self, callback: Callable[[Self], object]) -> None:
         """Call `callback` with the new groups after every later `rebuild` and `commit`, also of later groups.
@@ -242,3 +253,11 @@ class ChangingGroups(ABC):
     @abstractmethod
     def _destroy_all(self) -> None:
         """Destroy the groups, including the world group, even if `destroy` would keep it. Idempotent."""
+
+
+def _integer(value: SupportsIndex, name: str) -> int:
+    """Return a whole number as the others can read it, whatever its type is here, such as one of numpy's."""
+    try:
+        return int(operator.index(value))
+    except TypeError as error:
+        raise UsageError(f"{name} must be a whole number, not {value!r}") from error

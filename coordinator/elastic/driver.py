@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -35,10 +36,12 @@ from shm_broadcast.errors import (
     InternalError,
     NativeError,
     PeerLostError,
+    UsageError,
 )
 from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.timeouts import AnyTimeout, seconds
 
-__all__ = ["Actions", "Deadlines", "Driver", "ask"]
+__all__ = ["Actions", "Deadlines", "Driver", "ask", "finite_seconds"]
 
 # Errors of a creation that follow, or may follow, from members that are gone or silent: another attempt goes
 # on without these. Connections of libraries (`NativeError`) break before a process is known to have ended.
@@ -65,6 +68,20 @@ class Actions(Protocol):
 
     def discard(self) -> None:
         """Destroy what `build` has made. Idempotent."""
+
+
+def finite_seconds(timeout_s: AnyTimeout, default_s: float) -> float:
+    """Return the time-out of a change of members in seconds; None is `default_s`.
+
+    Raises:
+        UsageError: It is not positive, or not finite: the others read it, and a change ends for all by its deadline.
+    """
+    found = seconds(timeout_s)
+    if found is None:
+        return default_s
+    if math.isinf(found):
+        raise UsageError("timeout_s must be finite in a change of members")
+    return found
 
 
 class Deadlines:

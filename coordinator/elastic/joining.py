@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -11,14 +12,18 @@ from coordinator.bootstrap.creation import device_of
 from coordinator.bootstrap.rendezvous import join_later
 from coordinator.bootstrap.world import World
 from coordinator.elastic import joiners
+from coordinator.elastic.driver import finite_seconds
 from coordinator.elastic.part import Recipe
 from coordinator.elastic.rebuilding import join_members
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import UsageError
+from shm_broadcast.timeouts import AnyTimeout
 
 __all__ = ["join_distributed_environment"]
+
+_TIMEOUT_S: Final = 300.0
 
 
 def join_distributed_environment(
@@ -27,7 +32,7 @@ def join_distributed_environment(
     replaces: int | None = None,
     local_rank: int | None = None,
     settings: CoordinatorSettings | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: AnyTimeout = _TIMEOUT_S,
     on_rebuild: Sequence[Callable[[ParallelGroups], object]] = (),
 ) -> ParallelGroups:
     """Wait until the ranks that serve take this process in, and return its groups.
@@ -48,7 +53,7 @@ def join_distributed_environment(
             waits. None puts it behind all ranks.
         local_rank: Index of this process's device on its host; None takes the current device.
         settings: Settings of the groups, equal to those of the others; default: read from the environment.
-        timeout_s: How long to wait for each step, in seconds.
+        timeout_s: How long to wait for each step, finite; None is 300 s.
         on_rebuild: Callbacks that get the groups now and after later changes: the same ones, in the same
             order, as the other ranks have registered. See `ParallelGroups.on_rebuild`. Graphs are captured in
             them, on all ranks together.
@@ -59,13 +64,15 @@ def join_distributed_environment(
     Raises:
         CommTimeoutError: Nobody has taken it in, or the store does not answer.
         DisagreementError: The change was given up after all. The process may call this again.
-        UsageError: `store` is no such URL, or no run goes on there; or there never was a member `replaces`.
+        UsageError: `store` is no such URL, or no run goes on there; there never was a member `replaces`; or `timeout_s`
+            is not positive and finite.
         SettingsError: The environment has a setting that is unknown or malformed.
         NativeError: The store is gone.
         Others: What a callback has raised. The groups are destroyed, and the others find this process gone.
     """
     if replaces is not None and (isinstance(replaces, bool) or not isinstance(replaces, int) or replaces < 0):
         raise UsageError(f"replaces must be the number of a member, not {replaces!r}")
+    within_s = finite_seconds(timeout_s, _TIMEOUT_S)
     settings = settings or CoordinatorSettings.from_env()
     given, leave = join_later(store) if isinstance(store, str) else (store, _nothing)
 
@@ -79,8 +86,8 @@ def join_distributed_environment(
         )
 
     try:
-        line = joiners.new_line(given, replaces, "join_distributed_environment", timeout_s)
-        groups = join_members(line, settings, timeout_s, create, leave, len(on_rebuild))
+        line = joiners.new_line(given, replaces, "join_distributed_environment", within_s)
+        groups = join_members(line, settings, within_s, create, leave, len(on_rebuild))
     except BaseException:
         leave()
         raise

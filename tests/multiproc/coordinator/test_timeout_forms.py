@@ -1,17 +1,22 @@
 """The calls of a group take a deadline as a number or as a timedelta."""
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from coordinator import GroupCoordinator, ReduceOperation, get_world_group
+from coordinator.elastic.joining import join_distributed_environment
+from coordinator.groups import ParallelGroups
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
 from tests.harness import RankPool
-from tests.worlds import new_group, outcome_of, world
+from tests.worlds import meet, new_group, outcome_of, world
 
 Limit = int | float | timedelta | None
 
@@ -101,3 +106,44 @@ def started(rank: int, world_size: int, directory: Path) -> list[float]:
 def test_a_world_starts_with_a_deadline_in_any_form(ranks2: RankPool) -> None:
     """Users of torch pass a timedelta, others a number."""
     assert ranks2.run(started) == [[45.0] * 3] * 2
+
+
+def change_members(rank: int, world_size: int, directory: Path) -> list[dict[str, Any]]:
+    store = f"file://{directory}/store"
+    init_distributed_environment(world_size, rank, store, backend="gloo", elastic=True)
+    groups = ParallelGroups.from_sizes(tensor_parallel_size=1)
+    refused = []
+    wrong: Any
+    for wrong in (-1, 0, math.nan, math.inf, True, "5", timedelta(0)):
+        refused += [
+            outcome_of(partial(groups.rebuild, timeout_s=wrong)),
+            outcome_of(partial(groups.prepare, leave=[1], timeout_s=wrong)),
+            outcome_of(partial(groups.pending_members, timeout_s=wrong)),
+            outcome_of(partial(join_distributed_environment, store, timeout_s=wrong)),
+        ]
+    for wrong in (0.5, "3", None):
+        refused += [
+            outcome_of(partial(groups.rebuild, progress=wrong)),
+            outcome_of(partial(groups.prepare, leave=[1], progress=wrong)),
+            outcome_of(partial(groups.rebuild, min_members=wrong)),
+        ]
+    groups.world.barrier()  # nothing is broken
+    for limit in (None, 30, timedelta(seconds=30)):
+        assert groups.pending_members(timeout_s=limit) == 0
+        meet(rank, range(world_size), directory, f"usable-{limit}")  # before one of them breaks the groups
+        progress: Any = np.int64(3)
+        groups = groups.rebuild(progress=progress, timeout_s=limit)
+        assert groups.change is not None
+        assert groups.change.progress == (3, 3)
+    groups.prepare(leave=[1], progress=progress, timeout_s=timedelta(seconds=30)).abort()
+    groups.destroy()
+    destroy_distributed_environment()
+    return refused
+
+
+@pytest.mark.guarantee("G33")
+def test_a_change_of_members_refuses_what_is_no_time_before_it_breaks_a_group(ranks2: RankPool) -> None:
+    """`rebuild` broke the groups of all ranks first, and an infinite time ended the others' call in a raw error."""
+    for refused in ranks2.run(change_members):
+        assert {each["kind"] for each in refused} == {"UsageError"}, refused
+        assert all("must be" in each["text"] for each in refused)

@@ -15,7 +15,7 @@ from device_comm.health import EXPLAIN_S, SLICE_S
 from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch
-from shm_broadcast.threads import DaemonThread
+from shm_broadcast.threads import DaemonThread, start_thread
 
 Result = TypeVar("Result")
 
@@ -45,6 +45,10 @@ def run_interruptibly(
 
     Returns:
         What `action` returned.
+
+    Raises:
+        CapabilityError: This process can have no further thread.
+        Exception: What `action` or `check` raises.
     """
     outcome: Future[Result] = Future()
     is_dropped = False
@@ -67,7 +71,7 @@ def run_interruptibly(
 
     try:
         thread = DaemonThread(body, f"group-coordinator-{name}", (outcome,))
-        thread.start()
+        start_thread(thread, f"for {name!r}")
         while True:
             thread.join(0.1)
             if not thread.is_alive():
@@ -114,6 +118,7 @@ def ask_store(
     Raises:
         CommTimeoutError: The store did not answer.
         NativeError: The store is gone.
+        CapabilityError: This process can have no further thread.
     """
     end = time.monotonic() + timeout_s
 
@@ -191,6 +196,7 @@ def connect_watched(
     Raises:
         PeerLostError: A peer died meanwhile; `.peers` names it.
         NativeError: torch could not connect, though every peer is alive.
+        CapabilityError: This process can have no further thread.
     """
 
     def check_both() -> None:

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from coordinator.bootstrap.agreement.agreeing import EXPLAIN_S
 from coordinator.bootstrap.blocking_calls import ask_store, raise_if_lost
 from coordinator.bootstrap.world import World
-from shm_broadcast.errors import CommTimeoutError, DisagreementError, NativeError, PeerLostError, UsageError
+from shm_broadcast.errors import (
+    CapabilityError,
+    CommTimeoutError,
+    DisagreementError,
+    NativeError,
+    PeerLostError,
+    UsageError,
+)
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
 
@@ -95,7 +102,7 @@ class GroupNames:
             yield
         except DisagreementError as error:
             # If the store does not answer, the next round tells the ranks once more that they differ.
-            with suppress(CommTimeoutError, NativeError, PeerLostError):
+            with suppress(CapabilityError, CommTimeoutError, NativeError, PeerLostError):
                 self.catch_up(error.views.values())
             raise
 

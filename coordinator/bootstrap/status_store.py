@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store, no_check
 from device_comm.health import Arrival, StatusStore
-from shm_broadcast.errors import CommTimeoutError, NativeError
+from shm_broadcast.errors import CapabilityError, CommTimeoutError, NativeError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.reports.failure_record import FailureRecord
 from shm_broadcast.reports.refusals import Refusal
@@ -78,6 +78,10 @@ class WorldStatusStore:
         try:
             self._check()
             return ask_store(question, "status store", within_s, check_both)
+        except CapabilityError as error:
+            # There is no thread with which to ask now. The store is in reach, and is asked again.
+            if raised_by_handler(error):
+                raise
         except CommTimeoutError as error:
             if raised_by_handler(error):
                 raise

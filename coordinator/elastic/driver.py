@@ -30,6 +30,7 @@ from coordinator.elastic.protocol import (
     Tell,
 )
 from shm_broadcast.errors import (
+    CapabilityError,
     CommError,
     CommTimeoutError,
     GroupBrokenError,
@@ -185,7 +186,7 @@ class Driver:
         question = partial(_answer, self._store, wants)
         if not self._is_leaving:
             return ask_store(question, self._where, self._deadlines.all_s)
-        with suppress(CommTimeoutError, NativeError):  # what has interrupted it is raised
+        with suppress(CapabilityError, CommTimeoutError, NativeError):  # what has interrupted it is raised
             return ask_store(question, self._where, TELL_S)
         return None
 

@@ -8,7 +8,7 @@ from typing import Final
 from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.world import Line, World
 from coordinator.elastic.protocol import Excluded, decided_without
-from shm_broadcast.errors import CommTimeoutError, ExcludedError, NativeError
+from shm_broadcast.errors import CapabilityError, CommTimeoutError, ExcludedError, NativeError
 from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["exclusion_in"]
@@ -24,7 +24,7 @@ def exclusion_in(world: World) -> Callable[[str], ExcludedError | None]:
     def ask(where: str) -> ExcludedError | None:
         try:
             found = ask_store(lambda: _find(line), where, _ANSWER_S)
-        except (CommTimeoutError, NativeError) as error:
+        except (CapabilityError, CommTimeoutError, NativeError) as error:
             if raised_by_handler(error):
                 raise
             return None  # the call that has failed has its own error

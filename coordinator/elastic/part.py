@@ -17,6 +17,7 @@ from coordinator.elastic.protocol import Chosen
 from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings, differences, permitted
 from shm_broadcast.errors import (
+    CapabilityError,
     CommError,
     CommTimeoutError,
     CudaError,
@@ -387,7 +388,7 @@ class Part(Generic[Groups]):
     def _refuse(self, number: int, reason: str, timeout_s: float) -> None:
         try:
             self._meeting(number).refuse(reason, timeout_s)
-        except (CommTimeoutError, NativeError) as error:
+        except (CapabilityError, CommTimeoutError, NativeError) as error:
             fields = log_fields(rank=self.note.rank, call="commit")
             logger.warning("the others wait for this rank: %s", error, extra=fields)
 

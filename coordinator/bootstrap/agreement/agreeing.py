@@ -76,6 +76,15 @@ ANSWER_S: Final = 2.0
 # The kernel closes a dying process's sockets some milliseconds before the process itself appears dead. Waiting this
 # long lets the error name the dead rank.
 EXPLAIN_S: Final = 0.2
+# With these the others are told nothing: there is no thread, no answer, no store, or one that holds no outcome of ours.
+_UNTOLD: Final = (
+    CapabilityError,
+    CommTimeoutError,
+    NativeError,
+    msgspec.MsgspecError,
+    UnicodeDecodeError,
+    RecursionError,
+)
 
 
 def agree(
@@ -116,7 +125,7 @@ def agree(
         CommTimeoutError: Ranks did not join in time; `.missing` names them. On the rank that lists them `.stacks` says
             where they and the others are, if `watch` knows their processes.
         PeerLostError: A rank died meanwhile, or was interrupted; `.peers` names it.
-        CapabilityError: A rank could not take part; see `decline`.
+        CapabilityError: A rank could not take part, this one perhaps for lack of a thread; see `decline`.
         NativeError: The store is gone, and no known rank has died; or it holds what no rank has written.
     """
     where = f"creating {what} (rank {rank})"
@@ -140,6 +149,8 @@ def agree(
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
     except CommError as error:
+        if agreement.has_no_thread(error):
+            decline(store, what, rank, error)
         agreement.add_stacks(error)
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -173,8 +184,8 @@ def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
         rank: This process's global rank.
         error: The reason.
     """
-    # A store that does not answer tells the others nothing. They notice that themselves.
-    with suppress(CommTimeoutError, NativeError):
+    # The others notice that themselves.
+    with suppress(*_UNTOLD):
         ask_store(
             lambda: outcomes.decide(store, outcomes.Refused(0, rank, str(error))),
             f"creating {what} (rank {rank})",
@@ -321,6 +332,10 @@ class _Agreement:
         self._next_look_s = waited_s + LOOK_EVERY_S
         try:
             ask_store(self._give_up if is_late else self._look, self._where, ANSWER_S, self.raise_if_lost)
+        except CapabilityError as error:
+            # There is no thread with which to ask now. It asks again in a moment.
+            if is_late or raised_by_handler(error):
+                raise
         except CommTimeoutError as error:
             if raised_by_handler(error):
                 raise
@@ -334,6 +349,10 @@ class _Agreement:
         """
         reason = f"was interrupted ({type(error).__name__}) and has left"
         self._tell(lambda came: outcomes.Left(came, [self._rank], reason), LEAVE_S)
+
+    def has_no_thread(self, error: CommError) -> bool:
+        """Return whether this rank has not taken part because it can have no further thread."""
+        return isinstance(error, CapabilityError) and not self._has_begun and not raised_by_handler(error)
 
     def add_stacks(self, error: CommError) -> None:
         """Attach to a time-out where the ranks are, if this one lists who is missing and their processes are known."""
@@ -459,8 +478,8 @@ class _Agreement:
             else:
                 self._store.add("told", 1)
 
-        # A store that does not answer, or that holds no outcome of ours, tells the others nothing. They notice that.
-        with suppress(CommTimeoutError, NativeError, msgspec.MsgspecError):
+        # The others notice that themselves.
+        with suppress(*_UNTOLD):
             self._check_store()
             ask_store(tell, self._where, within_s, self._check_store)
 

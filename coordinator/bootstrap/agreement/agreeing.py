@@ -191,7 +191,17 @@ def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
             f"creating {what} (rank {rank})",
             LEAVE_S,
         )
-        time.sleep(LINGER_S if is_served_here(store) else _DECLINED_S)
+        time.sleep(LINGER_S if _may_be_served_here(store) else _DECLINED_S)
+
+
+def _may_be_served_here(store: dist.Store) -> bool:
+    """Return whether this process serves `store`, or cannot tell for lack of a descriptor."""
+    try:
+        return is_served_here(store)
+    except (OSError, CommError) as error:
+        if raised_by_handler(error):
+            raise
+        return True
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """A process that can have no further thread says so, and takes no store for lost."""
 
 import itertools
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement.agreeing import agree
+from coordinator.bootstrap.agreement import agreeing, outcomes
+from coordinator.bootstrap.agreement.agreeing import agree, decline
 from coordinator.bootstrap.agreement.views import View
 from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.connections import open_tcp_store
@@ -92,3 +95,22 @@ def test_a_failed_call_keeps_its_error_where_nobody_can_be_asked(monkeypatch: py
     world = World(0, 2, store, line=Line(store, 0, 0, (0, 1), (0, 1), 2))
     with without_threads(monkeypatch):
         assert exclusion_in(world)("here") is None
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), CapabilityError("no descriptor")])
+def test_a_rank_that_cannot_tell_who_serves_the_store_lingers(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whoever has no descriptor left cannot look for its own listeners. The raw error replaced that of the rank."""
+
+    def refuse(_path: str) -> list[str]:
+        raise error
+
+    slept, store = list[float](), dist.HashStore()
+    monkeypatch.setattr(agreeing, "is_served_here", lambda _store: os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", refuse)
+        decline(store, "group 'tp:0'", 0, CapabilityError("no descriptor"))
+    assert slept[-1:] == [agreeing.LINGER_S]
+    assert outcomes.read(store) == outcomes.Refused(0, 0, "no descriptor")

@@ -171,18 +171,24 @@ class DirectoryRendezvous:
         """Return the directory in which the ranks meet: the path itself, unless there is a file.
 
         Raises:
-            UsageError: The path leads to something that is neither a directory nor a file.
+            UsageError: The path leads to something that is neither a directory nor a file, or cannot be looked at.
         """
-        beside = self._path.with_name(self._path.name + _BESIDE)
+        mode = 0
         try:
             mode = self._path.stat().st_mode
-        except OSError as error:
+        except FileNotFoundError as error:
             if raised_by_handler(error):
                 raise
-            # The file may have been removed since rank 0 saw it.
-            return beside if self._rank and beside.is_dir() else self._path
+        except (OSError, ValueError) as error:
+            if raised_by_handler(error):
+                raise
+            raise UsageError(f"cannot use {self._path} for the rendezvous: {error}") from error
         if stat.S_ISDIR(mode):
-            return self._path
+            return self._path  # the root directory has no name, to which a suffix could be added
+        beside = self._path.with_name(self._path.name + _BESIDE)
+        if not mode:
+            # The file may have been removed since rank 0 saw it.
+            return beside if self._rank and _is_directory(beside) else self._path
         if not stat.S_ISREG(mode):
             raise UsageError(
                 f"the rendezvous path {self._path} must be that of a directory, of a file, or of nothing yet"
@@ -344,6 +350,16 @@ class DirectoryRendezvous:
             with contextlib.suppress(FileExistsError):
                 pointer.hardlink_to(aside)
         aside.unlink()
+
+
+def _is_directory(path: Path) -> bool:
+    """Return whether there is a directory; not if its name is too long."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        if raised_by_handler(error):
+            raise
+        return False
 
 
 def _check_private(generation: Path) -> None:

@@ -1,5 +1,6 @@
 """Ranks of one host find each other through a directory alone, whatever earlier runs left in it."""
 
+import errno
 import os
 import secrets
 import signal
@@ -515,3 +516,39 @@ def test_a_rank_that_is_taken_is_found_without_opening_the_store(
     first.leave()
     second.leave()
     assert list(tmp_path.iterdir()) == []
+
+
+# --- paths that cannot be used ------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("G32")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_path_that_cannot_be_looked_at_is_refused_at_once(tmp_path: Path, rank: int) -> None:
+    """Ranks other than 0 raised the kernel's error as it is, or waited for rank 0, which had been refused."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "below", tmp_path / ("x" * 300), tmp_path / "a\0b"):
+        with pytest.raises(UsageError, match="cannot use .* for the rendezvous"):
+            DirectoryRendezvous(path, rank, 2).join(60.0)
+    refused = PermissionError(errno.EACCES, "Permission denied")
+    with (
+        mock.patch.object(Path, "stat", side_effect=refused),
+        pytest.raises(UsageError, match="Permission denied"),
+    ):
+        DirectoryRendezvous(tmp_path / "closed" / "run", rank, 2).join(60.0)
+
+
+@pytest.mark.guarantee("G32")
+def test_a_directory_whose_name_takes_no_suffix_is_a_place_to_meet(tmp_path: Path) -> None:
+    """The name beside which a file's directory would lie is too long, or there is none: `file:///` has no name."""
+    path = tmp_path / ("x" * 250)
+    second = DirectoryRendezvous(path, 1, 2)
+    with pytest.raises(CommTimeoutError, match="the directory held no generation"):
+        second.join(0.0)
+    first = DirectoryRendezvous(path, 0, 2)
+    first.join(10.0)
+    second.join(10.0)
+    second.leave()
+    first.leave()
+    assert not path.exists()
+    with pytest.raises(CommTimeoutError, match="the directory held no generation"):
+        DirectoryRendezvous(Path("/"), 1, 2).join(0.0)

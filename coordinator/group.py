@@ -342,7 +342,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         """
         self._calls.enter("cpu_group", in_line=False)
         if self._cpu_group is None:
-            self._cpu_group = self._parts.process_groups.open_gloo("host")
+            groups = self._parts.process_groups
+            self._cpu_group = groups.once("host", lambda: groups.open_gloo("host"))
         return self._cpu_group
 
     @property
@@ -350,7 +351,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         """Return the group's process group for device tensors. On the CPU it is a Gloo group, as `cpu_group`."""
         self._calls.enter("device_group", in_line=False)
         if self._device_group is None:
-            self._device_group = self._parts.process_groups.open_device()
+            groups = self._parts.process_groups
+            self._device_group = groups.once("device", groups.open_device)
         return self._device_group
 
     # ------------------------------------------------------------------ queues, buffers, graphs
@@ -552,8 +554,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
                 "call its methods, or pass cpu_group to torch's functions"
             )
         if self._process_group is None:
-            self._process_group = process_group.register(self, self._calls)
-            self._parts.process_groups.adopt(self._process_group)
+            made, calls = self._parts.process_groups, self._calls
+            self._process_group = made.once("torch", lambda: made.adopt(process_group.register(self, calls)))
         return self._process_group
 
     def _lists_by_color(self, color: int | None, key: int) -> list[list[int]]:

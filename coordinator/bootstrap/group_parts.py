@@ -27,7 +27,8 @@ from coordinator.host.process_groups import (
 )
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
-from shm_broadcast.errors import CapabilityError, ClosedError
+from shm_broadcast.errors import CapabilityError, ClosedError, UsageError
+from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import ProcessIdentity
 
 
@@ -79,9 +80,28 @@ class GroupProcessGroups:
     _is_destroyed: bool = False
     # A signal handler may destroy the group while this thread holds it.
     _lock: threading.RLock = dataclasses.field(default_factory=threading.RLock, repr=False)
+    # What callers have asked for, by its purpose, and what a thread holds while it creates one.
+    _asked: dict[str, dist.ProcessGroup] = dataclasses.field(default_factory=dict)
+    _asking: threading.RLock = dataclasses.field(default_factory=threading.RLock, repr=False)
 
-    def adopt(self, group: dist.ProcessGroup) -> None:
-        """Destroy `group` together with these process groups, and keep forked children from finalising it.
+    def once(self, purpose: str, create: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+        """Return the process group for a purpose, which the first call creates; other threads wait for it.
+
+        Raises:
+            UsageError: This call has interrupted another one on this thread, as a signal handler does.
+        """
+        if is_held(self._asking):
+            raise UsageError(
+                f"{self.name!r}: this call has interrupted the creation of a process group on its own thread, as a "
+                "signal handler or a finalizer does; call it again when that is over"
+            )
+        with self._asking:
+            if purpose not in self._asked:
+                self._asked[purpose] = create()
+            return self._asked[purpose]
+
+    def adopt(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Destroy `group` together with these process groups, keep forked children from finalising it, and return it.
 
         Raises:
             ClosedError: They were destroyed while a thread connected `group`, which is now destroyed too.
@@ -90,7 +110,7 @@ class GroupProcessGroups:
             self._adopted.append(group)
             fork_guard.protect(group)
             if not self._is_destroyed:
-                return
+                return group
         self.destroy()
         raise ClosedError(f"{self.name!r}: destroyed while a process group was connected")
 
@@ -177,6 +197,7 @@ class GroupProcessGroups:
             with self._lock, suppress(ValueError):  # another thread has done so
                 self._adopted.remove(group)
         self.host = self.device = None
+        self._asked.clear()
 
 
 @dataclasses.dataclass(frozen=True)

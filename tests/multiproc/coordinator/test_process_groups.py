@@ -1,14 +1,21 @@
 """torch's own functions work on the process groups of a group, and on a group as a process group."""
 
+import threading
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as torch_functional
 
-from coordinator import ReduceOperation, get_dp_group, get_pp_group
+from coordinator import GroupCoordinator, ReduceOperation, get_dp_group, get_pp_group
+from coordinator.bootstrap.group_parts import GroupProcessGroups
 from tests.engines import engine
 from tests.harness import RankPool, run_ranks
 from tests.worlds import new_group, outcome_of, world
@@ -167,3 +174,33 @@ def asked_by_one_rank(rank: int, world_size: int, directory: Path) -> None:
 def test_one_rank_alone_may_ask_for_its_process_group(ranks2: RankPool) -> None:
     """It does not wait for the others until ranks communicate. The process group is destroyed with the group."""
     ranks2.run(asked_by_one_rank)
+
+
+ACCESSES: dict[str, Callable[[GroupCoordinator], object]] = {
+    "cpu_group": lambda group: group.cpu_group,
+    "device_group": lambda group: group.device_group,
+    "as_process_group": lambda group: group.as_process_group(),
+}
+
+
+def asked_by_two_threads(rank: int, world_size: int, directory: Path, name: str) -> list[Any]:
+    access, both, entered = ACCESSES[name], threading.Barrier(2), list[str]()
+    with world(rank, world_size, directory) as group:
+
+        def inside(adopt: Callable[..., Any], *args: Any) -> Any:
+            entered.append(outcome_of(lambda: access(group))["kind"])
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.5)  # of the other thread, if it creates one, too
+            return adopt(*args)
+
+        adopt = GroupProcessGroups.adopt
+        patched = mock.patch.object(GroupProcessGroups, "adopt", lambda *args: inside(adopt, *args))
+        with patched, ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(access, [group] * 2))
+        return [found[0] is found[1] is access(group), entered]
+
+
+@pytest.mark.parametrize("name", ACCESSES)
+def test_two_first_accesses_at_once_get_one_process_group(name: str) -> None:
+    """Each thread made one, and so did a signal handler inside of the creation, which is refused."""
+    assert run_ranks(asked_by_two_threads, 1, name) == [[True, ["UsageError"]]]

@@ -196,6 +196,8 @@ def keep_pidfd(pid: int, kept: dict[_Key, int], key: _Key) -> None:
         kept.update(zip((key,), map(os.pidfd_open, (pid,)), strict=True))
     except ProcessLookupError:
         raise
+    except OverflowError as error:
+        raise ProcessLookupError(errno.ESRCH, f"no process has the number {pid}") from error
     except OSError as error:
         if raised_by_handler(error):
             raise

@@ -6,12 +6,21 @@ from typing import Final, TypeAlias
 
 from shm_broadcast.errors import UsageError
 
-__all__ = ["AnyTimeout", "seconds"]
+__all__ = ["AnyTimeout", "as_timedelta", "seconds"]
 
 AnyTimeout: TypeAlias = float | timedelta | None
 """A number of seconds, a `timedelta`, or None for the default of the call."""
 
 _KINDS: Final = "a number of seconds, a timedelta, or None"
+
+
+# No wait ends later: a year. A `timedelta`, and torch behind it, has limits that a number of seconds has not.
+_MOST_S: Final = 86400.0 * 365
+
+
+def as_timedelta(timeout_s: float) -> timedelta:
+    """Return a time-out as torch takes it, also one that is longer than a `timedelta` can be."""
+    return timedelta(seconds=min(timeout_s, _MOST_S))
 
 
 def seconds(timeout: object, name: str = "timeout_s", *, may_be_zero: bool = False) -> float | None:

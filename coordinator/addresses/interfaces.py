@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from pathlib import Path
@@ -76,7 +77,10 @@ def interface_address(interface: str, prefers_ipv6: bool = False) -> str:
 
 
 def _ipv4_address(interface: str) -> str | None:
-    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        request = struct.pack("256s", os.fsencode(interface)[:15])
+    except UnicodeEncodeError:  # no interface has such a name
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)

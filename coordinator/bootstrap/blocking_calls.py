@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
+import msgspec
 import torch
 
 from device_comm.health import EXPLAIN_S, SLICE_S
@@ -23,6 +24,9 @@ Result = TypeVar("Result")
 _FIRST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.02
 _PART_OF_WAIT: Final = 0.125
+
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises if a store holds what no rank has written."""
 
 # Threads that run a call, also those for which an interrupted caller no longer waits.
 _running: Final[set[threading.Thread]] = set()
@@ -100,6 +104,13 @@ def torch_error(text: str, function: str) -> NativeError:
     return NativeError(text, library=f"torch {torch.__version__}", function=function)
 
 
+def unreadable(where: str, error: Exception) -> NativeError:
+    """Return the error for a store's value that could not be decoded."""
+    return torch_error(
+        f"{where}: the world's store holds a value that no rank of this version has written: {error}", "Store"
+    )
+
+
 def no_check() -> None:
     """Raise nothing, where nothing is known that could end a wait."""
 
@@ -117,7 +128,7 @@ def ask_store(
 
     Raises:
         CommTimeoutError: The store did not answer.
-        NativeError: The store is gone.
+        NativeError: The store is gone, or holds what no rank has written.
         CapabilityError: This process can have no further thread.
     """
     end = time.monotonic() + timeout_s
@@ -129,6 +140,10 @@ def ask_store(
 
     try:
         return run_interruptibly(question, "store", check_all)
+    except UNREADABLE as error:
+        if raised_by_handler(error):
+            raise
+        raise unreadable(where, error) from error
     except RuntimeError as error:
         if raised_by_handler(error):
             raise

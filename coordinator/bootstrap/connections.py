@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.stores import is_local
 from shm_broadcast.errors import CommError, CommTimeoutError, UsageError
 from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.timeouts import as_timedelta
 
 __all__ = ["SpareConnection", "connection_of_its_own", "open_tcp_store"]
 
@@ -108,11 +108,11 @@ def open_tcp_store(
         options: dict[str, Any] = {}
         if serve:
             options = options_of_server(host, port, world_size, listener)
-        timeout = timedelta(seconds=max(end - time.monotonic(), _LEAST_TIMEOUT_S))
+        timeout = as_timedelta(max(end - time.monotonic(), _LEAST_TIMEOUT_S))
         store = dist.TCPStore(
             host, port, world_size, is_master=serve, timeout=timeout, wait_for_workers=False, **options
         )
-        store.set_timeout(timedelta(seconds=settings.create_timeout_s))
+        store.set_timeout(as_timedelta(settings.create_timeout_s))
         return store
 
     where = f"rendezvous (rank {rank} of {world_size})"

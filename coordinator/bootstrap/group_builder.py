@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Final, TypeVar
 
@@ -45,6 +44,7 @@ from shm_broadcast.errors import CapabilityError, CommError, CommTimeoutError, G
 from shm_broadcast.liveness import PeerWatch
 from shm_broadcast.stacks.offered import offer_stacks
 from shm_broadcast.status.layout import GroupState
+from shm_broadcast.timeouts import as_timedelta
 
 # How long the host plane of a group that could not be created may take to close.
 _UNDO_S: Final = 1.0
@@ -316,7 +316,7 @@ class GroupBuilder:
                 # A connected rank may destroy the group at once, which a rank that is still connecting would take for a
                 # failure. Therefore no rank gets the group before all are connected.
                 options = dist.BarrierOptions()
-                options.timeout = timedelta(seconds=self._within_s)
+                options.timeout = as_timedelta(self._within_s)
                 gloo.barrier(options).wait()
             return gloo
 

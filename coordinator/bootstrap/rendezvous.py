@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -56,6 +55,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
+from shm_broadcast.timeouts import as_timedelta
 
 
 @dataclasses.dataclass
@@ -554,7 +554,7 @@ def _initialise(
                 store=rendezvous.store,
                 rank=rendezvous.rank,
                 world_size=rendezvous.world_size,
-                timeout=timedelta(seconds=settings.create_timeout_s),
+                timeout=as_timedelta(settings.create_timeout_s),
             )
         set_own_world(dist.group.WORLD, listening)
     finally:

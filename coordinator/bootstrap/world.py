@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
+import msgspec
 import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
@@ -139,11 +140,15 @@ class World:
         Raises:
             UsageError: It is no world whose members may change.
             CommTimeoutError: The store does not answer within `timeout_s`.
-            NativeError: The store is gone.
+            NativeError: The store is gone, or holds what no rank has written.
         """
         line = self.line()
         key, own = f"used/{what}", str(line.epoch)
-        return int(ask_store(lambda: line.store.compare_set(key, "", own), f"first use of {what}", timeout_s))
+
+        def question() -> int:
+            return msgspec.json.decode(line.store.compare_set(key, "", own), type=int)
+
+        return ask_store(question, f"first use of {what}", timeout_s)
 
     def spare_connection(self) -> SpareConnection:
         """Return what lends separate connections to `store`; all objects for one torch world share it."""

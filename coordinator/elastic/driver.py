@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import ask_store, pause_after
+from coordinator.bootstrap.blocking_calls import UNREADABLE, ask_store, pause_after, unreadable
 from coordinator.elastic import protocol
 from coordinator.elastic.ending import TELL_S
 from coordinator.elastic.protocol import (
@@ -134,14 +134,19 @@ class Driver:
 
         Raises:
             CommTimeoutError: The store does not answer.
-            NativeError: The store is gone.
+            NativeError: The store is gone, or holds what no member has written.
         """
         try:
-            return self._follow(steps, partial(steps.send, None))
-        except BaseException as error:
-            # A program that has already ended raises the error again at once.
-            self._follow(steps, partial(steps.throw, error))
-            raise
+            try:
+                return self._follow(steps, partial(steps.send, None))
+            except BaseException as error:
+                # A program that has already ended raises the error again at once.
+                self._follow(steps, partial(steps.throw, error))
+                raise
+        except UNREADABLE as error:
+            if raised_by_handler(error):
+                raise
+            raise unreadable(self._where, error) from error
 
     def _follow(self, steps: Steps, begin: Callable[[], protocol.Operation]) -> Any:
         try:
@@ -208,7 +213,7 @@ def ask(store: dist.Store, steps: Steps, where: str, timeout_s: float) -> Any:
 
     Raises:
         CommTimeoutError: The store does not answer a question within `timeout_s`.
-        NativeError: The store is gone.
+        NativeError: The store is gone, or holds what no member has written.
     """
     answer: Any = None
     while True:
@@ -216,6 +221,10 @@ def ask(store: dist.Store, steps: Steps, where: str, timeout_s: float) -> Any:
             wants = steps.send(answer)
         except StopIteration as stop:
             return stop.value
+        except UNREADABLE as error:
+            if raised_by_handler(error):
+                raise
+            raise unreadable(where, error) from error
         answer = ask_store(partial(_answer, store, wants), where, timeout_s)
 
 

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.bootstrap.blocking_calls import UNREADABLE, ask_store
 from coordinator.bootstrap.world import Line
 from coordinator.elastic.part import Joiner, note_of
 from coordinator.elastic.protocol import Presence
@@ -33,8 +33,8 @@ def new_line(store: dist.Store, replaces: int | None, where: str, timeout_s: flo
 def pending(line: Line, staying: Collection[int], where: str, timeout_s: float) -> tuple[Joiner, ...]:
     """Return who waits to join and could, in the order in which they came.
 
-    Those that have ended are left out, and those whose place is not free. One that names a place that nobody ever had
-    is refused.
+    Those that have ended are left out, and those whose place is not free. One that names a place that nobody ever had,
+    or whose note cannot be read, is refused.
 
     Args:
         line: The epochs so far.
@@ -67,6 +67,10 @@ def _place_of(store: dist.Store, member: int) -> int | None:
         return None
     if not store.check([f"joining/{member}"]):
         return None
-    note = note_of(_presence_decoder.decode(store.get(f"joining/{member}")).note)
+    try:
+        note = note_of(_presence_decoder.decode(store.get(f"joining/{member}")).note)
+    except UNREADABLE as error:  # it is of another version, and keeps nobody else from joining
+        store.set(f"refused/{member}", f"the members cannot read what it says of itself: {error}")
+        return None
     has_ended = this_process().sees(note.process) and process_state(note.process) == "dead"
     return None if has_ended else note.place

@@ -352,7 +352,7 @@ def _await_invitation(me: int, note: str) -> Steps:
         if f"refused/{me}" in found:
             return Refused(0, found[f"refused/{me}"])
         if found:
-            number = int(found[f"invited/{me}"])
+            number = msgspec.json.decode(found[f"invited/{me}"], type=int)
             decided = yield Get((_key(number, "members"),))
             return number, _decided_decoder.decode(decided[_key(number, "members")])
         if (yield Pause(0, "invited")) == 2:
@@ -369,7 +369,7 @@ def _stop_waiting(me: int, reason: str, say: type[Put | Tell]) -> Steps:
     yield say(f"refused/{me}", reason)
     found = yield Get((f"invited/{me}",))
     if found:
-        yield say(_key(int(found[f"invited/{me}"]), "confirm", me), reason)
+        yield say(_key(msgspec.json.decode(found[f"invited/{me}"], type=int), "confirm", me), reason)
 
 
 def settle(number: int) -> Steps:

@@ -25,6 +25,7 @@ from coordinator.host.gloo_addresses import GatheredAddresses
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import fork_count
+from shm_broadcast.timeouts import as_timedelta
 
 GLOO: Final = "gloo"
 
@@ -202,7 +203,7 @@ def new_unregistered_gloo_group(
 
     Collective over its ranks, unless it is lazy: then each rank may call it at any time.
     """
-    gloo, device = _backend_options(options, timedelta(seconds=timeout_s))
+    gloo, device = _backend_options(options, as_timedelta(timeout_s))
     addresses = _addresses(options, dist.PrefixStore("cpu", store), rank, size)
     backend = cast("GlooBackend", ProcessGroupGloo(addresses, rank, size, gloo))
     _keep(backend, device, addresses)
@@ -236,7 +237,7 @@ def new_group(ranks: Sequence[int], backend: str, name: str, timeout_s: float) -
         dist.Backend(backend),
         dist.PrefixStore("group_coordinator/process_groups", torch_world._get_default_store()),
         f"{name} of {ranks[0]}",
-        timeout=timedelta(seconds=timeout_s),
+        timeout=as_timedelta(timeout_s),
         group_desc=name,
     )
     assert isinstance(group, dist.ProcessGroup)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from coordinator.bootstrap.world import World
 from coordinator.security.store import secured
 from device_comm.health import GroupHealth, Operation
 from shm_broadcast import codec
+from shm_broadcast.timeouts import as_timedelta
 
 __all__ = ["StoreExchange", "exchange_of"]
 
@@ -50,7 +50,7 @@ class StoreExchange:
         def exchange() -> list[bytes]:
             store: Any = self._store  # it takes bytes too, of which torch's stubs know nothing
             store.set(keys[self._health.rank], message)
-            self._store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+            self._store.wait(list(keys.values()), as_timedelta(timeout_s))
             return self._store.multi_get(list(keys.values()))
 
         def check() -> None:

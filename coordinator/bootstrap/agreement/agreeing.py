@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from datetime import timedelta
 from functools import partial
 from typing import Final
 
@@ -53,6 +52,7 @@ from shm_broadcast.errors import (
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, refusal_to_watch
 from shm_broadcast.stacks.attached import ask_missing, attach
+from shm_broadcast.timeouts import as_timedelta
 
 # A waiting rank asks at this interval who else has come on its kernel, so that it can watch them.
 LOOK_EVERY_S: Final = 1.0
@@ -151,6 +151,8 @@ def agree(
     except CommError as error:
         if agreement.has_no_thread(error):
             decline(store, what, rank, error)
+        elif isinstance(error, NativeError) or raised_by_handler(error):
+            agreement.leave(error)
         agreement.add_stacks(error)
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -295,6 +297,10 @@ class _Agreement:
             raise self._told(store, outcome)
         self._agreed.set()
         places = Places.decode(outcome.places)
+        if len(places) != len(self._ranks):
+            raise msgspec.ValidationError(
+                f"the outcome has {len(places)} places for {len(self._ranks)} ranks"
+            )
         return Views(self._rank, self._ranks, self._near(attendance, places), places)
 
     def _complete(self, store: dist.Store, attendance: Attendance) -> Outcome:
@@ -312,7 +318,7 @@ class _Agreement:
         """Return once there is an outcome; a failure comes as one too."""
         if not is_local(store):
             # `check`, on the caller's thread, raises before this wait can time out.
-            store.wait([outcomes.KEY], timedelta(seconds=self._hung_after_s + ANSWER_S))
+            store.wait([outcomes.KEY], as_timedelta(self._hung_after_s + ANSWER_S))
             return
         # Poll a file: if it is removed because this rank left, torch's own wait would last to its deadline.
         start = time.monotonic()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import torch.distributed as dist
 
 from coordinator.bootstrap.agreement.views import View, read_view, write_view
@@ -45,8 +46,12 @@ class Attendance:
         store.append(f"kernel/{boot_id}", f"{self._rank} ")
 
     def mates(self, boot_id: str) -> list[int]:
-        """Return the ranks on this kernel that have introduced themselves, of which there must be one."""
-        return [int(each) for each in self._store.get(f"kernel/{boot_id}").split()]
+        """Return the ranks on this kernel that have introduced themselves, of which there must be one.
+
+        Raises:
+            msgspec.MsgspecError: The store holds something else.
+        """
+        return [msgspec.json.decode(each, type=int) for each in self._store.get(f"kernel/{boot_id}").split()]
 
     def come(self) -> bool:
         """Say that this rank has come; return whether it is the last one."""

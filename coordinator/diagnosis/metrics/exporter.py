@@ -50,8 +50,8 @@ def listening_address(text: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]
         raise UsageError(wildcard)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise UsageError(f"metrics cannot be served on {text!r}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"metrics cannot be served on {text!r}: {error}") from error
     ip = ipaddress.ip_address(str(address[0]))
     plain = getattr(ip, "ipv4_mapped", None) or ip
     if plain.is_unspecified:

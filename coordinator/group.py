@@ -595,6 +595,10 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         `destroy_timeout_s`. A call that waits in another thread raises `ClosedError`. Ranks that still wait for this
         one get a `PeerLostError`. In a forked child this does nothing.
         """
+        self._destroy(self.settings.destroy_timeout_s)
+
+    def _destroy(self, within_s: float) -> None:
+        """Release everything in about `within_s` seconds, unless that was begun before."""
         if self._health.is_inherited or self._is_ending:
             return
         # No function is called between the look at the flag and the `try`, so no signal handler can run in
@@ -602,7 +606,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         # `try`, as Ctrl-C does, ends only the waits; everything is then released without waiting.
         self._is_ending = True
         try:
-            self._release(self.settings.destroy_timeout_s)
+            self._release(within_s)
         except BaseException:
             self._release(0.0)
             raise

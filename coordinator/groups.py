@@ -413,12 +413,15 @@ class ParallelGroups(ChangingGroups):
 
         Waits for the other ranks at most about `destroy_timeout_s` per group.
         """
-        while self._unreturned:
-            self._unreturned.pop().destroy()
-        destroy_together(self.owned())
+        destroy_together(self.leaving())
+        self._unreturned.clear()
+
+    def leaving(self) -> list[GroupCoordinator]:
+        """Return the groups that `destroy` destroys: before its own those that have followed and nobody got."""
+        return [*(group for later in self._unreturned for group in later.leaving()), *self.owned()]
 
     def owned(self) -> list[GroupCoordinator]:
-        """Return the groups that `destroy` destroys, in the order in which it does."""
+        """Return the groups that belong to this record, in the order in which `destroy` destroys them."""
         groups = self.by_name()
         parts = [groups.pop(name) for name in _PARTS]
         made = [*groups.values(), *self._retired, *parts]
@@ -496,14 +499,28 @@ def destroy_together(groups: Sequence[GroupCoordinator]) -> None:
     """Destroy groups, in this order, after the calls of all have ended. Idempotent, not collective.
 
     `destroy` of one waits a while for the device before it frees memory, also for the kernels of the other groups.
-    *Blocks* for that up to the longest `destroy_timeout_s`, and then for the groups one after the other.
+    *Blocks* for that up to the longest `destroy_timeout_s`, and then for the groups one after the other. An interrupt
+    ends only the waits: all groups are released all the same.
     """
-    limits = [group.settings.destroy_timeout_s for group in groups]
-    deadline = time.monotonic() + max(limits, default=0.0)
-    for group in groups:
-        group.device_communicator.end_calls(max(deadline - time.monotonic(), 0.0))
-    for group in groups:
-        group.destroy()
+    try:
+        limits = [group.settings.destroy_timeout_s for group in groups]
+        deadline = time.monotonic() + max(limits, default=0.0)
+        for group in groups:
+            group.device_communicator.end_calls(max(deadline - time.monotonic(), 0.0))
+        for group in groups:
+            group.destroy()
+    except BaseException:
+        destroy_at_once(groups)
+        raise
+
+
+def destroy_at_once(groups: Sequence[GroupCoordinator]) -> None:
+    """Destroy groups without waiting, also behind one whose end is interrupted."""
+    if groups:
+        try:
+            groups[0]._destroy(0.0)  # noqa: SLF001 - ours
+        finally:
+            destroy_at_once(groups[1:])
 
 
 def default_backend() -> str:
@@ -562,6 +579,11 @@ def set_default_groups(groups: ParallelGroups | None) -> ParallelGroups | None:
     """Make `groups` the default of this process for every thread; return the previous default."""
     before, _process.default = _process.default, groups
     return before
+
+
+def groups_of_process() -> tuple[ParallelGroups | None, GroupCoordinator | None]:
+    """Return the default groups and the world group of this process, also where torch's world has ended before."""
+    return _process.default, _process.world
 
 
 def enter_groups(groups: ParallelGroups) -> contextvars.Token[ParallelGroups]:

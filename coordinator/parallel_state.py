@@ -27,9 +27,11 @@ from coordinator.groups import (
     ParallelGroups,
     current_groups,
     default_backend,
+    destroy_at_once,
     destroy_together,
     find_current_groups,
     find_world_group,
+    groups_of_process,
     set_default_groups,
     set_world_group,
 )
@@ -142,6 +144,7 @@ def init_distributed_environment(
     joined = not dist.is_initialized()
     spent: dict[str, float] = {}
     if joined:
+        destroy_distributed_environment()  # what a call that was interrupted has left
         spans_hosts = launch is not None and launch.spans_hosts
         spent = init_world(
             world_size, rank, distributed_init_method, backend, settings, elastic, spans_hosts, meeting
@@ -170,14 +173,13 @@ def _create_world_group(
             logger.info("joined the world of %d ranks: %s", group.world_size, group.creation, extra=fields)
         set_world_group(group)
     except BaseException:
-        set_world_group(None)
-        declare_elastic(False)
         try:
-            if group is not None:
-                group.destroy()
+            destroy_together([] if group is None else [group])
         finally:
             if joined:
                 leave_world()
+            set_world_group(None)
+            declare_elastic(False)
         raise
 
 
@@ -544,22 +546,29 @@ def graph_capture(device: torch.device, stream: torch.Stream | None = None) -> I
 
 def destroy_model_parallel() -> None:
     """Destroy the process's default groups, except for the world group. Idempotent, not collective."""
-    groups = set_default_groups(None)
+    groups, _ = groups_of_process()
     if groups is not None:
         groups.destroy()
+        set_default_groups(None)  # behind it: another call finishes one that was interrupted
 
 
 def destroy_distributed_environment() -> None:
     """Destroy the current groups, the world group, and torch.distributed if this package initialised it.
 
-    Idempotent, not collective.
+    Idempotent, not collective. Another call, or the next world, finishes one that was interrupted.
     """
-    groups, world = set_default_groups(None), set_world_group(None)
-    leaving = [] if groups is None else groups.owned()
+    groups, world = groups_of_process()
+    leaving = [] if groups is None else groups.leaving()
+    leaving += [] if world is None or world in leaving else [world]
     try:
-        destroy_together(leaving if world is None or world in leaving else [*leaving, world])
+        destroy_together(leaving)
+    except BaseException:
+        destroy_at_once(leaving)  # before the store ends, also where the call above has not begun
+        raise
     finally:  # Ctrl-C ends the waits only
         leave_world()
+    set_default_groups(None)
+    set_world_group(None)
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
@@ -619,14 +628,9 @@ def init_model_parallel_group(
     use_all2all: bool = False,
 ) -> GroupCoordinator:
     """Create a group, as the constructor of `GroupCoordinator` does. Collective over all ranks in `group_ranks`."""
+    queue = use_message_queue_broadcaster
     return GroupCoordinator(
-        group_ranks,
-        local_rank,
-        backend,
-        use_device_communicator,
-        use_message_queue_broadcaster,
-        group_name,
-        use_all2all,
+        group_ranks, local_rank, backend, use_device_communicator, queue, group_name, use_all2all
     )
 
 

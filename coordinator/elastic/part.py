@@ -423,13 +423,15 @@ class Part(Generic[Groups]):
 
     def discard(self) -> None:
         """Destroy what `build` has made."""
-        made, self._made = self._made, None
+        made, world = self._made, self._world
         self._unreturned[:] = [each for each in self._unreturned if each is not made]
-        world, self._world = self._world, None
-        if made is not None:
-            made.destroy()
-        if world is not None:
-            world.leave()
+        try:
+            if made is not None:
+                made.destroy()
+        finally:
+            if world is not None:
+                world.leave()
+        self._made = self._world = None  # behind it: another call finishes one that was interrupted
 
     def begin(self, number: int, members: tuple[int, ...]) -> Groups:
         """Return the groups of the next epoch, which begins now."""

@@ -14,8 +14,10 @@ from coordinator.bootstrap import blocking_calls, fork_guard, rendezvous
 from coordinator.bootstrap.rendezvous import init_world, leave_world
 from coordinator.parallel_state import (
     destroy_distributed_environment,
+    get_tp_group,
     get_world_group,
     init_distributed_environment,
+    initialize_model_parallel,
 )
 from coordinator.settings import CoordinatorSettings
 from tests.crash.test_fork import ended, fork, hard
@@ -132,6 +134,28 @@ def test_an_interrupt_while_the_world_is_logged_leaves_the_world(ranks2: RankPoo
     """Its group is there, but nobody has it. The next start has a group of the world."""
     for found in ranks2.run(interrupted_behind_the_world):
         assert found == ["KeyboardInterrupt", True, False, False] * 2
+
+
+def followed_by_the_next_world(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Interrupt the end of an environment as it begins to end the groups, and start again."""
+    join = partial(init_distributed_environment, 1, 0, f"file://{directory}/meet-{rank}", backend="gloo")
+    join()
+    initialize_model_parallel()
+    last = get_world_group()
+    with mock.patch.object(parallel_state, "destroy_together", side_effect=KeyboardInterrupt):
+        found = [outcome_of(destroy_distributed_environment)["kind"], outcome_of(last.barrier)["kind"]]
+    join()
+    initialize_model_parallel()
+    found += [outcome_of(group.barrier)["kind"] for group in (get_world_group(), get_tp_group())]
+    destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.guarantee("G9")
+def test_the_next_world_ends_the_groups_that_an_interrupted_end_has_left(ranks2: RankPool) -> None:
+    """The groups of the last one are closed, and the next ones work."""
+    for found in ranks2.run(followed_by_the_next_world):
+        assert found == ["KeyboardInterrupt", "ClosedError", "NoneType", "NoneType"]
 
 
 def interrupted_in_torch(rank: int, world_size: int, directory: Path) -> list[str]:

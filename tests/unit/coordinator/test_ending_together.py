@@ -7,10 +7,13 @@ import pytest
 import torch.distributed as dist
 
 from coordinator import parallel_state
-from coordinator.groups import destroy_together, set_default_groups, set_world_group
+from coordinator.group import GroupCoordinator
+from coordinator.groups import destroy_together, groups_of_process, set_default_groups, set_world_group
+from coordinator.host.open_sends import OpenSends
 from coordinator.layout import ParallelLayout
 from coordinator.settings import CoordinatorSettings
 from coordinator.testing import FakeGroupCoordinator, fake_groups
+from tests.handlers import raising_at
 
 
 class Watched:
@@ -93,3 +96,58 @@ def test_the_environment_ends_together_with_the_world(monkeypatch: pytest.Monkey
     ended = [name for step, name in watched.seen if step == "destroy"]
     assert ended[-1] == world.unique_name
     watched.check(ended)
+
+
+def process_groups() -> list[GroupCoordinator]:
+    """Make fake groups those of the process, and return all of them."""
+    record = fake_groups(ParallelLayout(tensor=2, pipeline=2), 0)
+    world = FakeGroupCoordinator(0, 4, group_name="outer")
+    set_default_groups(record)
+    set_world_group(world)
+    return [*record.owned(), world]
+
+
+@pytest.mark.guarantee("G9")
+def test_an_interrupt_ends_the_waits_of_groups_that_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the end of the first one: all are released without waiting, and the error arrives."""
+    groups, waits = process_groups(), list[float]()
+    flush = OpenSends.flush
+
+    def interrupted(self: OpenSends, timeout_s: float, unfinished: Any) -> None:
+        waits.append(timeout_s)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        flush(self, timeout_s, unfinished)
+
+    monkeypatch.setattr(OpenSends, "flush", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        parallel_state.destroy_distributed_environment()
+    assert all(group._health.is_closed for group in groups)
+    assert waits[0] > 0.0
+    assert set(waits[1:]) == {0.0}
+    parallel_state.destroy_distributed_environment()
+    assert groups_of_process() == (None, None)
+
+
+ENDING = ("coordinator/groups.py", "coordinator/parallel_state.py", "coordinator/group.py")
+
+
+@pytest.mark.guarantee("G9")
+def test_groups_whose_common_end_is_interrupted_anywhere_are_ended_by_another_call() -> None:
+    """The process knows its groups until all of them have ended."""
+    ends: list[Callable[[], None]] = [
+        parallel_state.destroy_distributed_environment,
+        parallel_state.destroy_model_parallel,
+    ]
+    for end in ends:
+        step, comes = 0, True
+        while comes:
+            groups = process_groups()
+            comes = raising_at(step, end, ENDING)
+            end()
+            assert all(group._health.is_closed for group in groups[:-1]), step
+            assert groups_of_process()[0] is None, step
+            parallel_state.destroy_distributed_environment()
+            assert groups[-1]._health.is_closed, step
+            step += 1
+        assert step > 20

@@ -214,7 +214,7 @@ class GroupParts:
         host_ids: Host id of each rank, by global rank; equal for ranks that can share memory.
         is_fake: Whether the group is a fake, which stands for several ranks in one process.
         world: The processes among which it was created; None for a fake.
-        after: What to call when everything else is released.
+        after: What to call when everything else is released; see `call_each`.
         processes: The ranks' processes, by global rank.
     """
 
@@ -247,15 +247,21 @@ class GroupParts:
                 self.health.release()
                 self.process_groups.destroy()
             finally:
-                self._let_go()
+                call_each(self.after)
 
-    def _let_go(self) -> None:
-        """Call all of `after`, also behind one that is interrupted."""
-        if self.after:
-            try:
-                self.after.pop(0)()
-            finally:
-                self._let_go()
+
+def call_each(closers: list[Callable[[], None]], number: int = 0) -> None:
+    """Call each of `closers` from `number` on, also behind one that is interrupted.
+
+    A closer stays in the list until it has returned, so another call calls it again: all must be idempotent.
+    """
+    if number < len(closers):
+        try:
+            closers[number]()
+            del closers[number]
+            number -= 1
+        finally:
+            call_each(closers, number + 1)
 
 
 @contextmanager
@@ -279,4 +285,4 @@ def _release(made: Sequence[GroupParts], error: BaseException) -> None:
             _release(made[1:], error)
 
 
-__all__ = ["GroupParts", "GroupPlan", "GroupProcessGroups", "kept"]
+__all__ = ["GroupParts", "GroupPlan", "GroupProcessGroups", "call_each", "kept"]

@@ -193,9 +193,10 @@ class World:
         try:
             leave()
         finally:
-            self._store, self._leave = None, _nothing
             self._spare.drop()
             fork_guard.release(store)
+        # Behind all of it: another call finishes one that was interrupted.
+        self._store, self._leave = None, _nothing
 
 
 # What belongs to each torch world, and must not outlive it: the spare connection goes to the world's store. An entry

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,34 @@ def followed_by_another(rank: int, world_size: int, directory: Path) -> list[boo
 def test_the_next_world_finishes_the_end_of_the_last_one(ranks2: RankPool) -> None:
     """A handler has raised before rank 0's store was told to end; the address is free all the same."""
     assert ranks2.run(followed_by_another) == [[True, True, False]] * 2
+
+
+ENDING = ("bootstrap/group_parts.py", "bootstrap/world.py", "methods/address.py", "bootstrap/fork_guard.py")
+
+
+def struck_stateless(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Interrupt the end of a group at every place; return the places, and behind which the store still serves."""
+    mine = directory / str(rank)
+    mine.mkdir()
+    settings, port, serving = settings_of(mine), free_port(), list[int]()
+    for step in count():
+        group = create_stateless_group(HERE, port, 0, 1, backend="gloo", settings=settings)
+        comes = raising_at(step, group.destroy, ENDING)
+        group.destroy()
+        if port in listening_ports():
+            serving.append(step)
+            port = free_port()
+        if not comes:
+            return [step, *serving]
+    raise AssertionError("the places come to an end")
+
+
+@pytest.mark.guarantee("G35")
+def test_a_stateless_group_whose_end_is_interrupted_anywhere_ends_its_store(ranks2: RankPool) -> None:
+    """The call that was interrupted ends it, or another one if that had not begun."""
+    for steps, *serving in ranks2.run(struck_stateless):
+        assert steps > 20
+        assert serving == []
 
 
 def interrupted_stateless(rank: int, world_size: int, directory: Path) -> list[bool]:

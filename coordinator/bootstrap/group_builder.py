@@ -22,7 +22,7 @@ from coordinator.bootstrap.blocking_calls import (
     refuse_clones,
 )
 from coordinator.bootstrap.group_connections import open_connections
-from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
+from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups, call_each
 from coordinator.bootstrap.status_store import Connect, GroupStatusStore, WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport
 from coordinator.bootstrap.world import World
@@ -119,7 +119,8 @@ class GroupBuilder:
     create_timeout_s: float | None = None
     health: GroupHealth = dataclasses.field(init=False)
     partners: dict[int, tuple[int, ...]] = dataclasses.field(init=False)
-    _made: ExitStack = dataclasses.field(default_factory=ExitStack)
+    # What closes the parts that were made, the last one first.
+    _made: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     _shared: shared_memory.SharedMemory | None = None
 
     def __post_init__(self) -> None:
@@ -128,7 +129,10 @@ class GroupBuilder:
             self._begin()
         except BaseException:
             # Nobody has this object yet, and so nobody could undo it.
-            self._made.close()
+            try:
+                call_each(self._made)
+            finally:  # one more interrupt
+                call_each(self._made)
             raise
 
     def _begin(self) -> None:
@@ -137,7 +141,7 @@ class GroupBuilder:
         name, ranks, rank = self.plan.name, self.plan.membership.ranks, self.plan.membership.rank
         self._host_ids = self.members.host_ids
         self._watch = self.members.watch()
-        self._made.callback(self._watch.close)
+        self._made.insert(0, self._watch.close)
         heartbeats = self.world.heartbeats(self.settings.remote.lost_after_s)
         check = heartbeats.check_store
         self._world_status_store = status_store(self.plan, self.store, check)
@@ -145,7 +149,7 @@ class GroupBuilder:
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
         self.partners = partners_of(rank, self.members.hosts)
         # `release` is registered first, so that an interrupt between the two lines leaves no link in use.
-        self._made.callback(heartbeats.release, self.health)
+        self._made.insert(0, partial(heartbeats.release, self.health))
         heartbeats.use(self.health, self.partners)
         for together in self.partners.values():
             heartbeats.learn(together)
@@ -180,7 +184,7 @@ class GroupBuilder:
                 raise self._explained(error, first, timeout_s) from error
             except CapabilityError as error:
                 raise self._hinted(error) from error
-            self._made.callback(self._shared.close)
+            self._made.insert(0, self._shared.close)
             self._status_store.attach(self._shared.board)
 
     def confirm(self) -> None:
@@ -248,7 +252,7 @@ class GroupBuilder:
             apart=None if self.world.is_torch else (self.world, self.plan.membership.rank_in_group),
             connect_timeout_s=self.create_timeout_s,
         )
-        self._made.callback(self._process_groups.destroy)
+        self._made.insert(0, self._process_groups.destroy)
         if len(self._host_ids) > 1:
             self.health.refusals.use(self._world_status_store)
         host, communicator = self._planes(use_device_communicator)
@@ -296,10 +300,10 @@ class GroupBuilder:
             with clock.phase("gloo"):
                 host_gloo = self._connected(self._process_groups.connect_host, "connect")
             host = GlooHostPlane(host_gloo, self.health, rank, timeout_s)
-        self._made.callback(host.close, _UNDO_S)
+        self._made.insert(0, partial(host.close, _UNDO_S))
         with clock.phase("communicator"):
             communicator = factory(self._context(host))
-        self._made.callback(communicator.destroy)
+        self._made.insert(0, communicator.destroy)
         return host, communicator
 
     @contextmanager
@@ -365,7 +369,7 @@ class GroupBuilder:
         if self.health.close():
             self.health.say_goodbye()
         self.health.abort()
-        self._made.close()
+        call_each(self._made)
         self.health.release()
 
 

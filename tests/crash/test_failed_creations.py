@@ -1,6 +1,7 @@
 """A creation that fails leaves nothing, also if its ranks connect after all, or are interrupted while they give up."""
 
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from coordinator.bootstrap import creation, fork_guard
-from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.bootstrap.group_parts import GroupProcessGroups
 from coordinator.errors import CapabilityError, ClosedError
 from tests.crash.test_interrupts import PROMPT_S, interrupt
@@ -76,14 +76,23 @@ def shared_maps() -> int:
     return Path("/proc/self/maps").read_text().count("memfd")
 
 
+BUILDING = "coordinator.bootstrap.group_builder"
 GIVING_UP = ("bootstrap/creation.py", "bootstrap/group_builder.py", "device_comm/health.py")
+CLOSING = (
+    "bootstrap/group_builder.py",
+    "bootstrap/group_parts.py",
+    "heartbeats/watching.py",
+    "/contextlib.py",
+)
 
 
 def raise_interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def struck_while_giving_up(rank: int, world_size: int, directory: Path) -> int:
+def struck_while_giving_up(
+    rank: int, world_size: int, directory: Path, planted_at: str, places: Sequence[str]
+) -> int:
     """Let the creation fail on both ranks, and strike rank 0 at each place of what it does then."""
     step, comes, give_up = 0, True, creation.give_up
     with world(rank, world_size, directory) as group, ExitStack() as patched:
@@ -91,13 +100,11 @@ def struck_while_giving_up(rank: int, world_size: int, directory: Path) -> int:
         with new_group(group) as first:
             first.barrier()
         group.broadcast_object(True, 0)
-        before, maps = Snapshot.take(), shared_maps()
+        before, maps, known = Snapshot.take(), shared_maps(), groups_of_torch()
         while comes:
-            strike = partial(handling_at, step, handler=raise_interrupt, places=GIVING_UP)
+            strike = partial(handling_at, step, handler=raise_interrupt, places=places)
             with ExitStack() as planted:
-                planted.enter_context(
-                    mock.patch.object(GroupBuilder, "confirm", side_effect=CapabilityError("planted"))
-                )
+                planted.enter_context(mock.patch(planted_at, side_effect=CapabilityError("planted")))
                 if rank == 0:
                     struck = lambda *args, strike=strike: strike(lambda: give_up(*args))  # noqa: E731
                     planted.enter_context(mock.patch.object(creation, "give_up", struck))
@@ -106,12 +113,20 @@ def struck_while_giving_up(rank: int, world_size: int, directory: Path) -> int:
             step += 1
         left = leaked_since(before)
         assert left == [], left
-        assert shared_maps() == maps
+        assert (shared_maps(), groups_of_torch()) == (maps, known)
         return step
 
 
 @pytest.mark.guarantee("G37")
 def test_a_rank_that_is_interrupted_while_it_gives_up_leaves_nothing(ranks2: RankPool) -> None:
     """What one handler has kept it from is done all the same."""
-    for steps in ranks2.run(struck_while_giving_up):
+    for steps in ranks2.run(struck_while_giving_up, f"{BUILDING}.GroupBuilder.confirm", GIVING_UP):
+        assert steps > 10
+
+
+@pytest.mark.guarantee("G37")
+def test_a_rank_that_is_interrupted_while_it_closes_its_connections_leaves_none(ranks2: RankPool) -> None:
+    """The groups are connected when the creation fails: what one handler has struck is closed all the same."""
+    planted_at = f"{BUILDING}.CreationReport"
+    for steps in ApartPool(ranks2).run(struck_while_giving_up, planted_at, CLOSING):
         assert steps > 10

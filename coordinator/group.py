@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Self
 
@@ -22,7 +22,7 @@ from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, kept
 from coordinator.bootstrap.membership import find_membership
 from coordinator.bootstrap.timings import CreationReport
 from coordinator.bootstrap.world import World, world_of_torch
-from coordinator.calls import Calls
+from coordinator.calls import Calls, Plane
 from coordinator.collectives import subgroups
 from coordinator.collectives.expert_parallel import TokenRouting
 from coordinator.collectives.point_to_point import PointToPoint
@@ -75,6 +75,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
 
     use_custom_op_call: Final = True
     use_all2all: bool = False
+    # There is nothing to destroy before `_bind`, which sets this.
+    _is_ending: bool = True
 
     def __init__(
         self,
@@ -110,15 +112,10 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             CommTimeoutError: Ranks did not join in time; `.missing` names them.
             PeerLostError: A rank died meanwhile; `.peers` names it.
         """
+        world, settings = world_of_torch(), permitted(settings or CoordinatorSettings.from_env())
+        backend, queue = torch_distributed_backend, use_message_queue_broadcaster
         self._create(
-            world_of_torch(),
-            group_ranks,
-            local_rank,
-            torch_distributed_backend,
-            use_device_communicator,
-            use_message_queue_broadcaster,
-            group_name,
-            permitted(settings or CoordinatorSettings.from_env()),
+            world, group_ranks, local_rank, backend, use_device_communicator, queue, group_name, settings
         )
         self.use_all2all = use_all2all
 
@@ -141,21 +138,21 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         device_of(torch_distributed_backend, local_rank)
         name = GroupNames.of(world, settings.create_timeout_s, membership.everyone).take(group_name)
         made = list[GroupParts]()
-        with kept(made):
-            create_parts(
-                [GroupPlan(name, group_ranks, membership)],
-                made,
-                world=world,
-                what=f"group {name!r}",
-                round_name=name,
-                facts={},
-                local_rank=local_rank,
-                backend=torch_distributed_backend,
-                use_device_communicator=use_device_communicator,
-                settings=settings,
-            )
-            self._bind(made[0], group_ranks, local_rank, torch_distributed_backend, settings)
         try:
+            with kept(made):
+                create_parts(
+                    [GroupPlan(name, group_ranks, membership)],
+                    made,
+                    world=world,
+                    what=f"group {name!r}",
+                    round_name=name,
+                    facts={},
+                    local_rank=local_rank,
+                    backend=torch_distributed_backend,
+                    use_device_communicator=use_device_communicator,
+                    settings=settings,
+                )
+                self._bind(made[0], group_ranks, local_rank, torch_distributed_backend, settings)
             self.use_device_communicator = use_device_communicator
             if use_message_queue_broadcaster:
                 self.enable_broadcaster()
@@ -174,6 +171,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     @classmethod
     def _create_together(
         cls,
+        groups: list[GroupCoordinator],
         tables: Mapping[str, Sequence[Sequence[int]]],
         local_rank: int,
         backend: str,
@@ -184,10 +182,12 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         beside: GroupCoordinator | None,
         world: World | None = None,
         create_timeout_s: float | None = None,
-    ) -> list[Self]:
+    ) -> None:
         """Create several groups in one step, so that the ranks wait for each other only once. Collective.
 
         Args:
+            groups: Gets the groups, in the order of `tables`. The caller destroys what is in it if this call raises,
+                or an interrupt comes before the groups have another owner.
             tables: The rank lists by group name, in the same order on all ranks.
             local_rank: See the constructor.
             backend: See the constructor.
@@ -213,7 +213,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             GroupPlan(name, table, find_membership(table, rank, world.size))
             for name, table in zip(names, tables.values(), strict=True)
         ]
-        made, groups = list[GroupParts](), list[Self]()
+        made = list[GroupParts]()
         with kept(made), counted.caught_up():
             create_parts(
                 plans,
@@ -234,7 +234,6 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
                 group._bind(parts, plan.group_ranks, local_rank, backend, settings)  # noqa: SLF001 - ours
                 group.use_device_communicator = True
                 groups.append(group)
-        return groups
 
     def _bind(
         self,
@@ -277,17 +276,14 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         )
         self._routing = TokenRouting(parts.communicator, parts.host)
         self._process_group: dist.ProcessGroup | None = None
-        self._is_ending = False
         world = parts.world if parts.world is not None and parts.world.is_elastic else None
-        self._queues: Queues = GroupQueues(
-            parts.host,
-            parts.health,
-            settings,
+        address, exchange = (
             parts.process_groups.address,
-            world,
             exchange_of(parts.world, parts.host_ids, parts.health),
         )
+        self._queues: Queues = GroupQueues(parts.host, parts.health, settings, address, world, exchange)
         self.mq_broadcaster: Writer | Reader | None = None
+        self._is_ending = False  # from here on `destroy` finds all that it needs
         in_torch_world = parts.world is not None and parts.world.is_torch
         group_registry.register(self, self._calls, in_torch_world=in_torch_world)
 
@@ -503,16 +499,16 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             DisagreementError: The ranks of this group ask for different groups.
             CommTimeoutError: Ranks did not join in time; `.missing` names them.
         """
-        # By color the ranks exchange their colors; lists are not sent.
-        with self._calls.call("split_group", plane=None if color is None else "host"):
+
+        def choose() -> Sequence[Sequence[int]]:
             if (split_ranks is None) == (color is None):
                 raise UsageError("split_group takes either split_ranks or color")
-            lists = (
-                self._lists_by_color(color, key)
-                if split_ranks is None
-                else subgroups.check_lists(split_ranks, self.world_size)
-            )
-            return self._part(lists, group_name or "split")
+            if split_ranks is None:
+                return self._lists_by_color(color, key)
+            return subgroups.check_lists(split_ranks, self.world_size)
+
+        # By color the ranks exchange their colors; lists are not sent.
+        return self._split("split_group", choose, group_name or "split", None if color is None else "host")
 
     def create_subgroup(
         self, ranks: Sequence[int], *, group_name: str | None = None
@@ -536,10 +532,12 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             DisagreementError: The ranks of this group ask for different ranks.
             CommTimeoutError: Ranks did not join in time; `.missing` names them.
         """
-        with self._calls.call("create_subgroup"):
+
+        def choose() -> Sequence[Sequence[int]]:
             where = self._health.where("create_subgroup")
-            chosen = subgroups.check_members(ranks, self.world_size, where)
-            return self._part([chosen], group_name or "sub")
+            return [subgroups.check_members(ranks, self.world_size, where)]
+
+        return self._split("create_subgroup", choose, group_name or "sub")
 
     def as_process_group(self) -> dist.ProcessGroup:
         """Return this group as a torch process group: `dist.all_reduce(t, group=...)` then calls this group's method.
@@ -561,28 +559,36 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     def _lists_by_color(self, color: int | None, key: int) -> list[list[int]]:
         return subgroups.lists_by_color(self._host.all_gather_integers(subgroups.pack_color(color, key)))
 
-    def _part(self, lists: Sequence[Sequence[int]], name: str) -> GroupCoordinator | None:
-        """Create groups from lists of ranks in this group; return this rank's. Collective over this group."""
-        group_ranks = [[self.ranks[rank] for rank in ranks] for ranks in lists]
-        # Sub-groups of different groups may have one name and one store; the parent's first rank makes names unique.
-        scope = f"{self.unique_name.replace(':', '.')}@{self.ranks[0]}"
-        group = self._new_group(subgroups.with_singles(group_ranks, self.ranks), f"{scope}/{name}")
-        if any(self.rank in ranks for ranks in group_ranks):
-            return group
-        group.destroy()
+    def _split(
+        self, call: str, choose: Callable[[], Sequence[Sequence[int]]], name: str, plane: Plane | None = None
+    ) -> GroupCoordinator | None:
+        """Create groups from the lists of ranks in this group that `choose` returns; return this rank's. Collective."""
+        made = list[GroupCoordinator]()
+        try:
+            with self._calls.call(call, plane=plane):
+                group_ranks = [[self.ranks[rank] for rank in ranks] for ranks in choose()]
+                # Sub-groups of different groups may have one name and one store; the parent's first rank makes names
+                # unique.
+                scope = f"{self.unique_name.replace(':', '.')}@{self.ranks[0]}"
+                lists = subgroups.with_singles(group_ranks, self.ranks)
+                made.append(self._new_group(lists, f"{scope}/{name}"))
+                # A list, because Python drops what a signal handler raises where it closes a generator.
+                if [ranks for ranks in group_ranks if self.rank in ranks]:
+                    return made[0]
+                made[0].destroy()
+        except BaseException:
+            # The caller never gets this group, and so cannot destroy it.
+            for group in made:
+                group.destroy()
+            raise
         return None
 
     def _new_group(self, group_ranks: list[list[int]], name: str) -> GroupCoordinator:
         group = GroupCoordinator.__new__(GroupCoordinator)
+        world, backend = self._parts.world or world_of_torch(), self.torch_distributed_backend
+        on_device = self.use_device_communicator
         group._create(  # noqa: SLF001 - ours
-            self._parts.world or world_of_torch(),
-            group_ranks,
-            self.local_rank,
-            self.torch_distributed_backend,
-            self.use_device_communicator,
-            False,
-            name,
-            self.settings,
+            world, group_ranks, self.local_rank, backend, on_device, False, name, self.settings
         )
         return group
 
@@ -595,18 +601,18 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         `destroy_timeout_s`. A call that waits in another thread raises `ClosedError`. Ranks that still wait for this
         one get a `PeerLostError`. In a forked child this does nothing.
         """
-        self._destroy(self.settings.destroy_timeout_s)
+        self._destroy(None)
 
-    def _destroy(self, within_s: float) -> None:
-        """Release everything in about `within_s` seconds, unless that was begun before."""
-        if self._health.is_inherited or self._is_ending:
+    def _destroy(self, within_s: float | None) -> None:
+        """Release everything, unless that was begun before; None takes the time that the settings give."""
+        if self._is_ending or self._health.is_inherited:
             return
         # No function is called between the look at the flag and the `try`, so no signal handler can run in
         # between: the call that sets the flag also releases the group. A signal handler that raises in the
         # `try`, as Ctrl-C does, ends only the waits; everything is then released without waiting.
         self._is_ending = True
         try:
-            self._release(within_s)
+            self._release(self.settings.destroy_timeout_s if within_s is None else within_s)
         except BaseException:
             self._release(0.0)
             raise

@@ -210,7 +210,11 @@ class ParallelGroups(ChangingGroups):
             settings=settings,
             world=world,
         )
-        groups._mesh.append(mesh)  # noqa: SLF001 - ours
+        try:
+            groups._mesh.append(mesh)  # noqa: SLF001 - ours
+        except BaseException:
+            groups.destroy()
+            raise
         return groups
 
     @property
@@ -282,10 +286,11 @@ class ParallelGroups(ChangingGroups):
         ]
         names += [name for name in EXTRA_GROUPS if name in extra_groups]
         facts = {"use_message_queue_broadcaster": str(use_message_queue_broadcaster)}
-        groups = _create_groups(layout, names, settings, facts, world, local_rank, backend)
-        if world is not None:
-            groups = {"world": world, **groups}
+        made = list[GroupCoordinator]()
         try:
+            groups = _create_groups(made, layout, names, settings, facts, world, local_rank, backend)
+            if world is not None:
+                groups = {"world": world, **groups}
             if use_message_queue_broadcaster:
                 groups["world"].enable_broadcaster()
                 groups["tp"].enable_broadcaster()
@@ -297,7 +302,7 @@ class ParallelGroups(ChangingGroups):
                 extra=log_fields(rank=record.world.rank, call="create"),
             )
         except BaseException:
-            destroy_together([group for group in reversed(groups.values()) if group is not world])
+            destroy_together(made[::-1])
             raise
         return record
 
@@ -317,11 +322,16 @@ class ParallelGroups(ChangingGroups):
         """
         layout = dataclasses.replace(self.layout, shard=shard)
         replaced: list[Dimension | ExtraGroup] = [] if layout == self.layout else [*_PARTS]
-        created = _create_groups(layout, replaced, self.world.settings, {}, self.world)
-        parts = {name: getattr(self, name) for name in _PARTS}
-        record = dataclasses.replace(self, layout=layout, **{**parts, **created})
-        record._retired.extend([*self._retired, *(parts[name] for name in created)])  # noqa: SLF001 - ours
-        record._callbacks.extend(self._callbacks)  # noqa: SLF001 - ours
+        made = list[GroupCoordinator]()
+        try:
+            created = _create_groups(made, layout, replaced, self.world.settings, {}, self.world)
+            parts = {name: getattr(self, name) for name in _PARTS}
+            record = dataclasses.replace(self, layout=layout, **{**parts, **created})
+            record._retired.extend([*self._retired, *(parts[name] for name in created)])  # noqa: SLF001 - ours
+            record._callbacks.extend(self._callbacks)  # noqa: SLF001 - ours
+        except BaseException:
+            destroy_together(made[::-1])
+            raise
         return record
 
     def with_change(self, change: Change) -> Self:
@@ -372,19 +382,21 @@ class ParallelGroups(ChangingGroups):
         """Create groups as a recipe says, in a world of their own. Collective over that world."""
         names: list[Dimension | ExtraGroup] = [*DIMENSIONS]
         names += [name for name in EXTRA_GROUPS if name in recipe.extra_groups]
-        within_s = min(create_timeout_s, settings.create_timeout_s)
-        groups = _create_groups(layout, names, settings, {}, None, local_rank, recipe.backend, own, within_s)
+        within_s, made = min(create_timeout_s, settings.create_timeout_s), list[GroupCoordinator]()
         try:
+            groups = _create_groups(
+                made, layout, names, settings, {}, None, local_rank, recipe.backend, own, within_s
+            )
             for group in (groups["world"], groups["tp"]) if recipe.has_queues else ():
                 with group._queues.within(within_s):  # noqa: SLF001 - ours
                     group.enable_broadcaster()
             record = cls(layout=layout, owns_world=True, **cast("dict[str, Any]", groups))
+            record.world._parts.after.append(own.leave)  # noqa: SLF001 - ours
+            if recipe.has_token_group:
+                record._set_token_group()
         except BaseException:
-            destroy_together(list(reversed(groups.values())))
+            destroy_together(made[::-1])
             raise
-        record.world._parts.after.append(own.leave)  # noqa: SLF001 - ours
-        if recipe.has_token_group:
-            record._set_token_group()
         return record
 
     def _set_token_group(self) -> None:
@@ -461,6 +473,7 @@ class ParallelGroups(ChangingGroups):
 
 
 def _create_groups(
+    made: list[GroupCoordinator],
     layout: ParallelLayout,
     names: Collection[Dimension | ExtraGroup],
     settings: CoordinatorSettings,
@@ -471,11 +484,15 @@ def _create_groups(
     own: World | None = None,
     create_timeout_s: float | None = None,
 ) -> dict[str, GroupCoordinator]:
-    """Create the groups of these names, in one agreement; return them by name. Collective over the world."""
+    """Create the groups of these names, in one agreement; return them by name. Collective over the world.
+
+    `made` gets them too, before this call ends: the caller destroys them if an interrupt comes until it has returned.
+    """
     if world is not None:
         backend = backend or world.torch_distributed_backend
         local_rank = world.local_rank if local_rank is None else local_rank
-    created = GroupCoordinator._create_together(  # noqa: SLF001 - ours
+    GroupCoordinator._create_together(  # noqa: SLF001 - ours
+        made,
         {name: rank_lists(layout, name) for name in names},
         dist.get_rank() if local_rank is None else local_rank,
         backend or default_backend(),
@@ -487,7 +504,7 @@ def _create_groups(
         world=own,
         create_timeout_s=create_timeout_s,
     )
-    return dict(zip(names, created, strict=True))
+    return dict(zip(names, made, strict=True))
 
 
 def rank_lists(layout: ParallelLayout, name: Dimension | ExtraGroup) -> RankLists:

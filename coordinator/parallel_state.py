@@ -256,9 +256,13 @@ def initialize_model_parallel(
         world=world,
         extra_groups=extra_groups,
     )
-    if layout.expert is None:
-        groups._set_token_group()  # noqa: SLF001 - ours
-    set_default_groups(groups)
+    try:
+        if layout.expert is None:
+            groups._set_token_group()  # noqa: SLF001 - ours
+        set_default_groups(groups)
+    except BaseException:
+        groups.destroy()
+        raise
 
 
 def ensure_model_parallel_initialized(
@@ -539,8 +543,7 @@ def graph_capture(device: torch.device, stream: torch.Stream | None = None) -> I
         device: The device on which a stream is created, if it has streams and none is given.
         stream: The stream that is captured; default: one of its own.
     """
-    groups = current_groups()
-    with groups.graph_capture(context_for(device, None, stream)) as context:
+    with current_groups().graph_capture(context_for(device, None, stream)) as context:
         yield context
 
 

@@ -91,9 +91,9 @@ def join_distributed_environment(
     except BaseException:
         leave()
         raise
-    for callback in on_rebuild:
-        groups.on_rebuild(callback)
     try:
+        for callback in on_rebuild:
+            groups.on_rebuild(callback)
         groups._call_back()  # noqa: SLF001 - ours
     except BaseException:
         groups.destroy()

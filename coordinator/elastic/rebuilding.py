@@ -172,12 +172,17 @@ def prepare(
         "unreturned": unreturned,
     }
     taking_part = _taking_part(line, note, old.others(line), timeout_s, where, create, ending, **choices)
-    with ExitStack() as held:
+    held = ExitStack()
+    try:
         part, driver = held.enter_context(taking_part)
         steps = protocol.agree_on_members(line.me, line.epoch, line.members, _text(note), is_planned=True)
         end = driver.run(steps)
         if isinstance(end, Prepared):
-            return Plan(part, old, end, timeout_s, held.pop_all(), then, give_up)
+            return Plan(part, old, end, timeout_s, held, then, give_up)
+    except BaseException:
+        held.close()
+        raise
+    held.close()
     raise _failure(end, where, line, timeout_s) from part.rule_error
 
 
@@ -196,14 +201,23 @@ def join_members(
     is_behind = place == line.me
     where = f"join (member {line.me})" if is_behind else f"join (member {line.me}, in the place of {place})"
     taking_part = _taking_part(line, note, {}, timeout_s, where, create, NOTHING, leave_store=leave_store)
-    with taking_part as (part, driver):
-        end = driver.run(protocol.join(line.me, _text(note)))
-        if isinstance(end, Refused):
-            raise (DisagreementError if end.number else UsageError)(f"{where}: {end.reason}")
-        if not isinstance(end, Complete):
-            hint = "" if is_behind else f"; the place is free once member {place} is lost or leaves"
-            raise CommTimeoutError(f"{where}: nobody has taken it in within {timeout_s:.1f} s{hint}")
-        return part.begin(end.number, end.members)
+    groups: Groups | None = None
+    try:
+        with taking_part as (part, driver):
+            end = driver.run(protocol.join(line.me, _text(note)))
+            if isinstance(end, Complete):
+                groups = part.begin(end.number, end.members)
+    except BaseException:
+        # The part lets go of the groups as it returns them, and the caller does not have them yet.
+        if groups is not None:
+            groups.destroy()
+        raise
+    if groups is not None:
+        return groups
+    if isinstance(end, Refused):
+        raise (DisagreementError if end.number else UsageError)(f"{where}: {end.reason}")
+    hint = "" if is_behind else f"; the place is free once member {place} is lost or leaves"
+    raise CommTimeoutError(f"{where}: nobody has taken it in within {timeout_s:.1f} s{hint}")
 
 
 class PlanStatus(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """A creation that fails leaves nothing, also if its ranks connect after all, or are interrupted while they give up."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,23 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from coordinator.bootstrap import creation, fork_guard
 from coordinator.bootstrap.group_parts import GroupProcessGroups
 from coordinator.errors import CapabilityError, ClosedError
+from coordinator.group import GroupCoordinator
+from coordinator.groups import ParallelGroups
+from coordinator.layout import ParallelLayout
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    get_world_group,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from tests.crash.test_interrupts import PROMPT_S, interrupt
-from tests.handlers import handling_at
+from tests.handlers import Interrupt, handling_at, raising_at
 from tests.harness import RankPool
 from tests.leaks import Snapshot, leaked_since
 from tests.waiting import wait_until
@@ -69,6 +80,70 @@ def test_a_process_group_that_comes_too_late_is_destroyed() -> None:
         groups.destroy()
     assert [call.args for call in destroy.call_args_list] == [(early,), (late,)]
     assert not fork_guard._protected.keys() & {id(early), id(late)}
+
+
+HANDING_OVER = (
+    *(
+        "coordinator/group.py",
+        "coordinator/groups.py",
+        "coordinator/parallel_state.py",
+        "coordinator/calls.py",
+    ),
+    *("bootstrap/group_parts.py", "coordinator/layout.py", "/contextlib.py"),
+)
+
+
+CREATIONS: dict[str, Callable[[], GroupCoordinator | ParallelGroups | None]] = {
+    "initialize_model_parallel": initialize_model_parallel,
+    "create": lambda: ParallelGroups.create(ParallelLayout()),
+    "from_device_mesh": lambda: ParallelGroups.from_device_mesh(
+        init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    ),
+    "split_group": lambda: get_world_group().split_group([[0]]),
+    "split_group without this rank": lambda: get_world_group().split_group(color=-1),
+    "create_subgroup": lambda: get_world_group().create_subgroup([0]),
+    "constructor": lambda: GroupCoordinator([[0]], 0, "gloo", True, True),
+}
+
+
+def struck_while_handing_over(rank: int, world_size: int, directory: Path, name: str) -> int:
+    """Strike a creation at every other place, and the other rank at those between; return how many there were."""
+    made, bind, step, comes = list[GroupCoordinator](), GroupCoordinator._bind, rank, True
+
+    def watched(self: GroupCoordinator, *args: Any) -> None:
+        bind(self, *args)
+        made.append(self)  # so that the collector does not destroy it
+
+    def create(returned: list[GroupCoordinator | ParallelGroups | None]) -> None:
+        try:
+            returned.append(CREATIONS[name]())
+        except Interrupt:
+            # The traceback still refers to all that the call has made.
+            assert all(group._health.is_closed for group in made), step
+            raise
+
+    init_distributed_environment(1, 0, f"file://{directory}/{rank}", backend="gloo")
+    with mock.patch.object(GroupCoordinator, "_bind", watched):
+        while comes:
+            returned = list[GroupCoordinator | ParallelGroups | None]()
+            comes = raising_at(step, partial(create, returned), HANDING_OVER)
+            for each in returned:
+                if each is not None:
+                    each.destroy()
+            destroy_model_parallel()
+            assert all(group._health.is_closed for group in made), step
+            made.clear()
+            step += 2
+    destroy_distributed_environment()
+    return step
+
+
+@pytest.mark.guarantee("G37")
+@pytest.mark.parametrize("name", CREATIONS)
+def test_groups_that_are_ready_when_an_interrupt_comes_are_destroyed(ranks2: RankPool, name: str) -> None:
+    """Their ranks would wait for this one, which does not have the groups. What its caller has is the caller's."""
+    for steps in ranks2.run(struck_while_handing_over, name):
+        assert steps > 20
 
 
 def shared_maps() -> int:

@@ -34,7 +34,7 @@ class Group:
             raise KeyboardInterrupt
         self.destroyed += 1
 
-    def _destroy(self, _within_s: float) -> None:
+    def _destroy(self, _within_s: float | None) -> None:
         self.destroyed = max(self.destroyed, 1)
 
     @contextmanager

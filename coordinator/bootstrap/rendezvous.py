@@ -344,14 +344,18 @@ def join_later(init_method: str) -> tuple[dist.Store, Callable[[], None]]:
     if path is None:
         raise UsageError(f"store is {init_method!r}, but must be a store or file:///DIRECTORY")
     rendezvous, forks = DirectoryRendezvous(path, -1, 0), fork_count()
-    store = rendezvous.join_later()
 
     def leave() -> None:
         atexit.unregister(leave)
         if forks == fork_count():  # a forked child runs this at its end, too
             rendezvous.leave()
 
-    atexit.register(leave)
+    try:
+        store = rendezvous.join_later()
+        atexit.register(leave)
+    except BaseException:
+        leave()
+        raise
     return store, leave
 
 

@@ -1,6 +1,7 @@
 """The start of a world that a signal handler interrupts at any place leaves nothing; nobody waits for a start."""
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch.distributed as dist
 
 from coordinator import parallel_state
 from coordinator.bootstrap import blocking_calls, fork_guard, rendezvous
-from coordinator.bootstrap.rendezvous import init_world, leave_world
+from coordinator.bootstrap.methods.directory import DirectoryRendezvous
+from coordinator.bootstrap.rendezvous import init_world, join_later, leave_world
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_tp_group,
@@ -27,7 +29,10 @@ from tests.leaks import Snapshot, leaked_since
 from tests.waiting import wait_until
 from tests.worlds import outcome_of
 
-STARTING = ("/bootstrap/rendezvous.py", "/bootstrap/blocking_calls.py", "/bootstrap/fork_guard.py")
+STARTING = (
+    *("/bootstrap/rendezvous.py", "/bootstrap/blocking_calls.py", "/bootstrap/fork_guard.py"),
+    "/methods/directory.py",
+)
 
 
 def start(path: Path, world_size: int = 1, **settings: Any) -> None:
@@ -58,6 +63,36 @@ def test_a_start_that_is_interrupted_anywhere_leaves_nothing(ranks2: RankPool) -
     """Neither torch's world, nor a file. The next start at the same path works."""
     for rank, places in enumerate(ranks2.run(struck_anywhere)):
         assert places > 20, rank
+
+
+@pytest.mark.guarantee("G32")
+@pytest.mark.parametrize("way", ["other rank", "joining later"])
+def test_a_process_that_is_interrupted_anywhere_while_it_finds_a_run_leaves_no_link(
+    tmp_path: Path, way: str
+) -> None:
+    """The run would look used for as long as the process lives, and its last rank would not remove it."""
+    step, comes = 0, True
+    while comes:
+        path, left = tmp_path / str(step), list[Callable[[], None]]()
+        first = DirectoryRendezvous(path, 0, 2)
+        first.join(1.0)
+
+        def come(path: Path = path, left: list[Callable[[], None]] = left) -> None:
+            if way == "other rank":
+                other = DirectoryRendezvous(path, 1, 2)
+                left.append(other.leave)
+                other.join(1.0)
+            else:
+                left.append(join_later(f"file://{path}")[1])
+
+        comes = raising_at(step, come, ("/methods/directory.py",))
+        for leave in left:
+            leave()
+        links = [each.name for each in path.glob("generation-*/store-*")]
+        assert [name.split("-")[1] for name in links] == ["0"], step
+        first.leave()
+        step += 1
+    assert step > 10
 
 
 def join_beside(directory: Path, found: list[dict[str, Any]]) -> threading.Thread:

@@ -131,7 +131,9 @@ class DirectoryRendezvous:
                 # or this process removes the generation.
                 self._let_go(generation)
                 raise FileNotFoundError(errno.ENOENT, "the last process has just left the generation")
-            if all(_has_ended(process) for link, process in _links(generation) if link != self._link):
+            others = [process for link, process in _links(generation) if link != self._link]
+            # No generator, for Python drops what a signal handler raises where it closes one.
+            if all(map(_has_ended, others)):
                 self._let_go(generation)
                 raise FileNotFoundError(errno.ENOENT, "all processes of the last generation have ended")
         except OSError as error:
@@ -154,9 +156,10 @@ class DirectoryRendezvous:
         own = this_process()
         rank = "joined" if self._rank < 0 else self._rank
         token = f"{own.pid_namespace}.{own.pid}.{own.start_ticks}.{secrets.token_hex(8)}"
-        link = generation / f"store-{rank}-{token}"
-        link.hardlink_to(generation / "store")
-        self._link = link
+        # Both are known before the link is there: `leave` finds it wherever this is interrupted.
+        self._generation = generation
+        self._link = generation / f"store-{rank}-{token}"
+        self._link.hardlink_to(generation / "store")
 
     def _open(self) -> dist.Store:
         return dist.FileStore(str(self._link), -1)
@@ -211,20 +214,40 @@ class DirectoryRendezvous:
 
     def _create_generation(self) -> Path:
         made = not self._directory.exists()
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        generation = self._directory / f"{_PREFIX}{secrets.token_hex(8)}"
+        fresh = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_owner()
+            made |= self._sweep() or self._directory != self._path
+            generation.mkdir(mode=0o700)
+            (generation / "store").touch(mode=0o600)
+            owner = Owner(this_process(), self._world_size, made)
+            (generation / "owner").write_bytes(msgspec.json.encode(owner))
+            fresh.touch(mode=0o600, exist_ok=False)
+            fresh.write_text(generation.name)
+            self._generation = generation  # before others can find it: from here on `leave` lets go of it
+            fresh.replace(self._directory / _POINTER)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            if self._follow() != generation:  # nobody can have found it
+                self._generation = None
+                self._remove(generation, made)
+            raise
+        return generation
+
+    def _check_owner(self) -> None:
         if self._directory != self._path and self._directory.lstat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
-        made |= self._sweep() or self._directory != self._path
-        generation = self._directory / f"{_PREFIX}{secrets.token_hex(8)}"
-        generation.mkdir(mode=0o700)
-        (generation / "store").touch(mode=0o600)
-        owner = Owner(this_process(), self._world_size, made)
-        (generation / "owner").write_bytes(msgspec.json.encode(owner))
-        fresh = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
-        fresh.touch(mode=0o600, exist_ok=False)
-        fresh.write_text(generation.name)
-        fresh.replace(self._directory / _POINTER)
-        return generation
+
+    def _remove(self, generation: Path, made_directory: bool) -> None:
+        shutil.rmtree(generation, ignore_errors=True)
+        if made_directory:
+            try:
+                self._directory.rmdir()
+            except OSError as error:  # another run is using it
+                if raised_by_handler(error):
+                    raise
 
     def _sweep(self) -> bool:
         """Remove the generations of killed runs; return whether a run that has not left made the directory."""
@@ -294,9 +317,10 @@ class DirectoryRendezvous:
             # The claim is a file, not a key: a query to a store whose file disappears waits five minutes for it.
             (generation / f"rank-{self._rank}").touch(mode=0o600, exist_ok=False)
         except FileExistsError:
-            self._let_go(generation)
+            self.leave()
             return f"another process has already joined the last generation as rank {self._rank}"
         except OSError as error:
+            self.leave()
             if raised_by_handler(error):
                 raise
             return "the last generation was removed"
@@ -327,13 +351,7 @@ class DirectoryRendezvous:
         self._remove_pointer(generation)
         if _is_used(generation):
             return  # a joining process has linked it meanwhile: it finds no pointer and lets go itself
-        shutil.rmtree(generation, ignore_errors=True)
-        if owner.made_directory:
-            try:
-                self._directory.rmdir()
-            except OSError as error:  # another run is using it
-                if raised_by_handler(error):
-                    raise
+        self._remove(generation, owner.made_directory)
 
     def _remove_pointer(self, generation: Path) -> None:
         """Remove the pointer if it leads to `generation`; rank 0 may be replacing it concurrently."""
@@ -392,7 +410,7 @@ def _links(generation: Path) -> list[tuple[Path, ProcessIdentity]]:
 
 def _is_used(generation: Path) -> bool:
     """Return whether a process uses a generation that is not known to have ended."""
-    return any(not _has_ended(process) for _, process in _links(generation))
+    return not all(map(_has_ended, [process for _, process in _links(generation)]))
 
 
 def _is_full(generation: Path, world_size: int) -> bool:

@@ -10,7 +10,7 @@ beside the gate; the queue's endpoint counts it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Required, TypedDict, TypeVar, Unpack, overload
@@ -256,6 +256,8 @@ class Calls:
     ) -> CallHandle[Result]:
         """Queue a call. Wrong tensors, deadlines and contexts raise here; other errors come by the handle."""
         plane: Plane = "host" if on_host else "device"
+        # Lists of our own, which the caller cannot change before the thread reads them.
+        args = tuple(list(each) if isinstance(each, MutableSequence) else each for each in args)
         with self.call(name, timeout_s, in_line=False, plane=plane):
             if not on_host and self._is_collecting():
                 raise UsageError(

@@ -140,7 +140,7 @@ class TensorOutputs(TensorReductions):
         if is_grad_enabled():
             self._calls.refuse_lost_gradient("all_gather into a list", (input_, outputs))
         make = partial(_gather_into_list, self.device_communicator, outputs)
-        return self._calls.run("all_gather", make, input_, timeout_s=timeout_s, async_op=async_op)
+        return self._calls.run("all_gather", make, input_, outputs, timeout_s=timeout_s, async_op=async_op)
 
 
 def _flat_parts(
@@ -174,12 +174,16 @@ def _flat_row(output: torch.Tensor, name: str) -> torch.Tensor:
 
 def _gather_into_list(
     there: DeviceCommunicator,
-    outputs: list[torch.Tensor],
+    result: list[torch.Tensor],
     input_: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
     *,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
-    """Fill each of `outputs` with one rank's tensor; directly, if they lie one after the other in memory."""
+    """Fill each of `outputs` with one rank's tensor; directly, if they lie one after the other in memory.
+
+    `result`, the caller's list, is returned, and not read.
+    """
     checks.check_tensor(input_, there.device, "all_gather")
     if not isinstance(outputs, (list, tuple)) or len(outputs) != there.world_size:
         raise UsageError(
@@ -193,11 +197,11 @@ def _gather_into_list(
     if _are_adjacent(outputs):
         whole = first.as_strided((there.world_size, input_.numel()), (input_.numel(), 1))
         there.all_gatherv_into_output(own, whole, 0, timeout_s=timeout_s)
-        return outputs
+        return result
     rows = there.all_gather(own, 0, timeout_s=timeout_s)
     for output, row in zip(outputs, rows, strict=True):
         output.detach().copy_(row.view(input_.shape))
-    return outputs
+    return result
 
 
 def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:

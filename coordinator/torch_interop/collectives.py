@@ -68,16 +68,21 @@ def _device_of(values: Sequence[Any]) -> str | None:
     return None
 
 
+def _kept(value: Any) -> Any:
+    """Return a list of our own, which the caller cannot change while its call is open; another value itself."""
+    return [_kept(each) for each in value] if isinstance(value, list) else value
+
+
 def routed(
     method: Callable[Concatenate[Own, Arguments], Result],
 ) -> Callable[Concatenate[Own, Arguments], Result]:
-    """Make a method pass a call on tensors of another device type on to the process group that serves that type."""
+    """Make a method keep its lists, and pass a call on tensors of another device type on to what serves that type."""
 
     @functools.wraps(method)
     def call(self: Own, /, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
         device = _device_of(args)
         if device is None or device == self.device_type:
-            return method(self, *args, **options)
+            return method(self, *map(_kept, args), **options)
         there: Callable[Arguments, Result] = getattr(self.beside(device), method.__name__)
         return there(*args, **options)
 

@@ -193,6 +193,51 @@ def test_handles_of_asynchronous_calls(ranks2: RankPool) -> None:
         assert found["child"] == 0
 
 
+def changed_lists(rank: int, world_size: int, directory: Path) -> list[bool]:
+    """Change the lists of calls that stand behind one for which rank 1 has not come."""
+    with world(rank, world_size, directory) as group:
+        x = torch.arange(4.0) + 10 * rank
+        sizes, sent, received = [1, 3], [[1, 3], [3, 1]][rank], [[1, 3], [3, 1]][rank]
+        tensors = [x, x.long()]
+        outputs = [torch.zeros(4) for _ in range(world_size)]
+        own = x[: sizes[rank]]
+        expected: list[Any] = [
+            group.all_gatherv(tensors),
+            group.all_gatherv(own, 0, sizes),
+            group.reduce_scatterv(x, 0, sizes),
+            group.scatter(torch.zeros(sizes[rank]), x, 1, 0, sizes),
+            group.all_to_all(x, 0, sent, received),
+            group.all_to_all_single(torch.zeros(4), x, received, sent),
+            group.all_gather(x, output_tensor_list=[torch.zeros(4) for _ in range(world_size)]),
+        ]
+        if rank:
+            meet(rank, range(world_size), directory, "changed")
+        handles: list[Any] = [
+            group.barrier(async_op=True),
+            group.all_gatherv(tensors, async_op=True),
+            group.all_gatherv(own, 0, sizes, async_op=True),
+            group.reduce_scatterv(x, 0, sizes, async_op=True),
+            group.scatter(torch.zeros(sizes[rank]), x, 1, 0, sizes, async_op=True),
+            group.all_to_all(x, 0, sent, received, async_op=True),
+            group.all_to_all_single(torch.zeros(4), x, received, sent, async_op=True),
+            group.all_gather(x, output_tensor_list=outputs, async_op=True),
+        ]
+        parts = list(outputs)
+        for each in (tensors, sizes, sent, received, outputs):
+            each.clear()  # type: ignore[attr-defined]
+        if not rank:
+            meet(rank, range(world_size), directory, "changed")
+        found = [handle.wait() for handle in handles[1:]]
+        assert found.pop() is outputs
+        return [same(one, other) for one, other in zip([*found, parts], expected, strict=True)]
+
+
+@pytest.mark.guarantee("D40")
+def test_lists_may_be_changed_while_their_call_is_open(ranks2: RankPool) -> None:
+    """The call has the tensors and sizes of the time when it was made, also if the group's thread comes to it later."""
+    assert ranks2.run(changed_lists) == [[True] * 7] * 2
+
+
 def destroy_open(rank: int, world_size: int, directory: Path) -> list[Any]:
     with world(rank, world_size, directory) as first:
         group = new_group(first)

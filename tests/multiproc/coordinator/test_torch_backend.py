@@ -141,11 +141,38 @@ def works(rank: int, world_size: int) -> list[Answer]:
     return [*seen, done.is_completed()]
 
 
+def changed_lists(rank: int, world_size: int) -> list[Answer]:
+    """Empty the lists of asynchronous calls before rank 1 has come to the first of them."""
+    x, late = torch.arange(4.0) + 10 * rank, torch.zeros(1)
+    own = [x, x * 2]
+    rows, taken = ([torch.zeros(4) for _ in range(world_size)] for _ in range(2))
+    grid = [[torch.zeros(4), torch.zeros(4)] for _ in range(world_size)]
+    part, sent = torch.zeros(4), [x + at for at in range(world_size)]
+    filled = [*rows, *taken, part, *(each for row in grid for each in row)]
+    if rank:
+        dist.recv(late, 0)
+    works = [
+        dist.barrier(async_op=True),
+        dist.all_gather(rows, x, async_op=True),
+        dist.gather(x, taken if rank == 0 else None, 0, async_op=True),
+        dist.scatter(part, sent if rank == 1 else None, 1, async_op=True),
+        dist.all_gather_coalesced(grid, own, async_op=True),
+    ]
+    for each in (*grid, grid, rows, taken, sent, own):
+        each.clear()
+    if not rank:
+        dist.send(late, 1)
+    for work in works:
+        work.wait()
+    return filled
+
+
 PARTS: dict[str, Callable[[int, int], list[Answer]]] = {
     "reductions": reductions,
     "moves": moves,
     "messages": messages,
     "works": works,
+    "changed lists": changed_lists,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, overload
+from typing import Any, Final, NoReturn, overload
 
 import torch
 
@@ -349,9 +349,12 @@ class ExpertParallel(GroupPlanes):
         # In the older order the flag and the extra tensors stand one place further to the left.
         if isinstance(topk_ids, bool):
             if not isinstance(is_sequence_parallel, bool):
-                extra_tensors = _one_of(extra_tensors, is_sequence_parallel)
+                if extra_tensors is not None and is_sequence_parallel is not None:
+                    refusal = UsageError("dispatch: extra_tensors is given twice, by position and by name")
+                    self._refuse_experts("dispatch", topk_ids, refusal)
+                extra_tensors = is_sequence_parallel if extra_tensors is None else extra_tensors
             is_sequence_parallel, topk_ids = topk_ids, None
-        there = self._serving(is_sequence_parallel)
+        there = self._chosen("dispatch", is_sequence_parallel)
         if there is not self:
             given = (hidden_states, topk_weights, topk_ids, True, extra_tensors)
             return there.dispatch(  # type: ignore[call-overload,misc]
@@ -362,9 +365,7 @@ class ExpertParallel(GroupPlanes):
                 form=form,
                 max_rows=max_rows,
             )
-        # Where the tokens of each rank are not stated, the ranks first tell each other.
-        plane: Plane = "host" if self._routing.stated is None else "device"
-        with self._calls.call("dispatch", plane=plane):
+        with self._calls.call("dispatch", plane=self._plane("dispatch")):
             extra = _extra(extra_tensors)
             if experts is not None:
                 if topk_ids is None or router_logits is not None:
@@ -428,7 +429,7 @@ class ExpertParallel(GroupPlanes):
             UsageError: The token counts are neither stated nor known from a `dispatch`, or do not add up; or the shape
                 does not fit `routed`.
         """
-        there = self._serving(is_sequence_parallel)
+        there = self._chosen("combine", is_sequence_parallel)
         with there._calls.call("combine", plane="device"):  # noqa: SLF001 - a group of this class
             return there._routing.combine(hidden_states, routed)  # noqa: SLF001
 
@@ -439,7 +440,7 @@ class ExpertParallel(GroupPlanes):
 
         In a group of one the input is copied into it. See `reduce_scatterv_into_output` for what the output may be.
         """
-        there = self._serving(is_sequence_parallel)
+        there = self._chosen("combine", is_sequence_parallel)
         with there._calls.call("combine", plane="device"):  # noqa: SLF001 - a group of this class
             checks.check_tensor(output, self.device, "combine_into_output")
             return there._routing.combine(hidden_states, None, output)  # noqa: SLF001
@@ -465,18 +466,39 @@ class ExpertParallel(GroupPlanes):
         Raises:
             UsageError: The device is another one.
         """
-        there = self._serving(is_sequence_parallel)
+        there = self._chosen("allocate_combine_input", is_sequence_parallel)
         with there._calls.call("allocate_combine_input", in_line=False):  # noqa: SLF001 - a group of this class
             return there._routing.allocate(shape, dtype, device)  # noqa: SLF001
 
-    def _serving(self, is_sequence_parallel: object) -> ExpertParallel:
+    def _serving(self, is_sequence_parallel: bool) -> ExpertParallel:
         """Return the group that makes a call: this one, or `token_group`."""
+        return self if is_sequence_parallel or self.token_group is None else self.token_group
+
+    def _chosen(self, name: str, is_sequence_parallel: object) -> ExpertParallel:
+        """Return the group that makes the call `name`; refuse the call if the argument is no bool."""
         if not isinstance(is_sequence_parallel, bool):
-            raise UsageError(
+            refusal = UsageError(
                 f"is_sequence_parallel must be a bool, not {type(is_sequence_parallel).__name__}; the arguments of "
                 "dispatch are (hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors)"
             )
-        return self if is_sequence_parallel or self.token_group is None else self.token_group
+            self._refuse_experts(name, is_sequence_parallel, refusal)
+        return self._serving(is_sequence_parallel)
+
+    def _refuse_experts(self, name: str, is_sequence_parallel: object, refusal: UsageError) -> NoReturn:
+        """Refuse the call `name`, and tell the other ranks of the group that makes it."""
+        # Which group the others mean can only be guessed: a number counts as true or false, the rest as the default.
+        there = self._serving(isinstance(is_sequence_parallel, int) and is_sequence_parallel != 0)
+        plane = there._plane(name)  # noqa: SLF001 - a group of this class
+        with there._calls.call(name, in_line=plane is not None, plane=plane):  # noqa: SLF001 - as above
+            raise refusal
+
+    def _plane(self, name: str) -> Plane | None:
+        """Return the plane of which the call `name` takes a number."""
+        if name == "combine":
+            return "device"
+        # Where the tokens of each rank are not stated, the ranks first tell each other.
+        plane: Plane = "host" if self._routing.stated is None else "device"
+        return plane if name == "dispatch" else None
 
 
 def _extra(extra_tensors: object) -> list[torch.Tensor] | None:
@@ -487,13 +509,6 @@ def _extra(extra_tensors: object) -> list[torch.Tensor] | None:
             f"dispatch: extra_tensors must be a list of tensors or None, not {type(extra_tensors).__name__}"
         )
     return list(extra_tensors)
-
-
-def _one_of(named: Sequence[torch.Tensor] | None, positional: Any) -> Any:
-    """Return the extra tensors of a call in the older order, which may pass them by position or by name."""
-    if named is None or positional is None:
-        return positional if named is None else named
-    raise UsageError("dispatch: extra_tensors is given twice, by position and by name")
 
 
 def _beside(

@@ -239,7 +239,8 @@ class SglangGroupCoordinator(GroupCoordinator):
         """
         if output is not None:
             if not isinstance(input_, torch.Tensor):
-                raise UsageError("all_gatherv: output needs a single tensor as input")
+                refusal = UsageError("all_gatherv: output needs a single tensor as input")
+                self._calls.refuse_unadmitted("all_gatherv", refusal)
             return [super().all_gatherv(input_, 0, sizes, output=output)]
         tensors = [input_] if isinstance(input_, torch.Tensor) else list(input_)
         if is_dynamo_compiling() or any(map(wants_gradient, tensors)):

@@ -19,7 +19,7 @@ from coordinator.settings import CoordinatorSettings
 from device_comm import checks
 from device_comm.health import Operation
 from device_comm.stages import in_stages
-from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.errors import CapabilityError, DisagreementError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["STATE", "VllmGroupCoordinator"]
@@ -130,14 +130,23 @@ class VllmGroupCoordinator(GroupCoordinator):
         Raises:
             CapabilityError: A rank could not open its end. Every rank raises this, and the group stays usable.
         """
-        checks.check_rank(writer_rank, self.world_size, "writer_rank")
+        with self._calls.call("create_mq_broadcaster", plane="host"):
+            checks.check_rank(writer_rank, self.world_size, "writer_rank")
 
         def stages() -> Any:
             offer: tuple[bytes, bytes, str] | None = None
             if self.rank_in_group == writer_rank and external_writer_handle is not None:
                 offer = _offered(external_writer_handle)
-            # Only the rank that holds the handle knows whether there is one.
-            offer = self.broadcast_object(offer, writer_rank, timeout_s=LOADING_S)
+            # Only the rank that holds the handle knows whether there is one. All ranks tell each other, and not one of
+            # them all others, so that each learns of a rank that refuses the call.
+            told = self.all_gather_object((writer_rank, offer), timeout_s=LOADING_S)
+            if any(writer != writer_rank for writer, _ in told):
+                views = {
+                    rank: f"writer_rank {writer}" for rank, (writer, _) in zip(self.ranks, told, strict=True)
+                }
+                text = f"{self._health.where('create queue')}: the ranks name different writers: {views}"
+                raise DisagreementError(text, views=views)
+            offer = told[writer_rank][1]
             if offer is None:
                 return MessageQueue.of(
                     super(VllmGroupCoordinator, self).create_mq_broadcaster(writer_rank, blocking=blocking)
@@ -168,11 +177,12 @@ class VllmGroupCoordinator(GroupCoordinator):
             UsageError: `blocking` is True; nothing was sent.
             CapabilityError: A rank could not create its queue. Every rank raises this, and the group stays usable.
         """
-        checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
-        if blocking:
-            raise UsageError(
-                "create_single_reader_mq_broadcasters: the reader opens its ends later; pass blocking=False"
-            )
+        with self._calls.call("create_single_reader_mq_broadcasters", plane="host"):
+            checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
+            if blocking:
+                raise UsageError(
+                    "create_single_reader_mq_broadcasters: the reader opens its ends later; pass blocking=False"
+                )
         is_local = self._is_on_node_of(reader_rank_in_group)
         address = None if is_local else self._parts.process_groups.address
 
@@ -222,14 +232,14 @@ class VllmGroupCoordinator(GroupCoordinator):
 
     # ------------------------------------------------------------------ experts
 
-    def _serving(self, is_sequence_parallel: object) -> GroupCoordinator:
+    def _serving(self, is_sequence_parallel: bool) -> GroupCoordinator:
         """Return the group that makes a call on the tokens of this one, the group of the experts, by vLLM's rules.
 
         With sequence parallelism each rank of the experts' group has tokens of its own. Otherwise the ranks of a
         tensor-parallel group have the same tokens, and the replicas, or the ranks that share a prompt, have different
         ones.
         """
-        if super()._serving(is_sequence_parallel) is self and is_sequence_parallel:
+        if is_sequence_parallel:
             return self
         state = import_module(STATE)
         # An elastic engine would have a group of vLLM's own for the replicas; `_create` refuses it.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator import GroupCoordinator, UsageError
+from coordinator import DisagreementError, GroupCoordinator, UsageError
 from coordinator.testing import FakeGroupCoordinator
 from tests.engines import refusal
 from tests.harness import RankPool
@@ -114,6 +114,14 @@ def in_part(rank: int, world_size: int, directory: Path) -> None:
             hidden, _, _ = ep.dispatch(x, logits, logits.int(), True)  # type: ignore[misc]
             assert hidden[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
             assert ep.combine(hidden, True).tolist() == (x * 4).tolist()
+            # A flag that is none is refused where the others make the call: by default in `token_group`.
+            if rank == 2:
+                with pytest.raises(UsageError, match="must be a bool"):
+                    ep.dispatch(x, logits, None, "no")  # type: ignore[call-overload]
+            elif rank == 0:
+                with pytest.raises(DisagreementError, match="rank 2 refused dispatch"):
+                    ep.dispatch(x, logits)
+            assert ep.dispatch(x, logits)[0][:, 0].tolist() == [1.0, 2.0]
             ep.token_group = None
         everyone.barrier()
 

@@ -13,6 +13,13 @@ from tests.worlds import ApartPool, meet, new_group, world
 
 Call = Callable[[GroupCoordinator], Any]
 
+
+def combined(group: GroupCoordinator, flag: Any) -> Any:
+    """Combine, with stated counts of tokens, so that no dispatch comes before."""
+    with group.token_counts([2] * group.world_size):
+        return group.combine(torch.ones(2 * group.world_size, 4), flag)
+
+
 # A call that is right, and the same call as one rank gets it wrong.
 CALLS: dict[str, tuple[Call, Call]] = {
     "all_reduce": (
@@ -30,6 +37,18 @@ CALLS: dict[str, tuple[Call, Call]] = {
     "dispatch": (
         lambda group: group.dispatch(torch.ones(2, 4), torch.ones(2, 2), torch.ones(2, 2)),
         lambda group: group.dispatch("tokens", torch.ones(2, 2), torch.ones(2, 2)),  # type: ignore[call-overload]
+    ),
+    "with a flag that is none: dispatch": (
+        lambda group: group.dispatch(torch.ones(2, 4), torch.ones(2, 2), torch.ones(2, 2)),
+        lambda group: group.dispatch(torch.ones(2, 4), torch.ones(2, 2), torch.ones(2, 2), "yes"),  # type: ignore[call-overload]
+    ),
+    "with further tensors twice: dispatch": (
+        lambda group: group.dispatch(torch.ones(2, 4), torch.ones(2, 2), False, None),
+        lambda group: group.dispatch(torch.ones(2, 4), torch.ones(2, 2), False, [], []),
+    ),
+    "with a flag that is none: combine": (
+        lambda group: combined(group, False),
+        lambda group: combined(group, "yes"),
     ),
     "broadcast": (
         lambda group: group.broadcast(torch.ones(4)),

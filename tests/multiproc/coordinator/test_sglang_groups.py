@@ -11,7 +11,7 @@ import torch.distributed as dist
 from coordinator.integrations.sglang import parallel_state as state
 from coordinator.integrations.sglang.group import SglangGroupCoordinator
 from coordinator.integrations.sglang.widths import Widths
-from shm_broadcast.errors import PeerLostError, UsageError
+from shm_broadcast.errors import DisagreementError, PeerLostError, UsageError
 from tests.harness import RankPool
 
 
@@ -49,6 +49,10 @@ def call_with_outputs(rank: int, size: int, directory: Path) -> None:
     assert leaf.grad.flatten().tolist() == [size] * len(leaf)
     with pytest.raises(UsageError, match="single tensor"):
         group.all_gatherv([row, row], sizes=[1, 3], output=whole)
+    # What one rank refuses is refused on the other one.
+    with pytest.raises(DisagreementError if rank else UsageError):
+        group.all_gatherv(row if rank else [row], sizes=[1, 3], output=whole)
+    assert torch.equal(group.all_gatherv(row, sizes=[1, 3])[0], total)
     state.destroy_distributed_environment()
 
 

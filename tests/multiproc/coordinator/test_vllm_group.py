@@ -16,7 +16,7 @@ import pytest
 from coordinator import GroupCoordinator
 from coordinator.integrations.vllm.group import STATE, VllmGroupCoordinator
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
-from shm_broadcast.errors import CapabilityError, PeerLostError, UsageError
+from shm_broadcast.errors import CapabilityError, DisagreementError, PeerLostError, UsageError
 from tests.harness import RankPool
 from tests.worlds import meet, world
 
@@ -128,6 +128,44 @@ def queues(rank: int, world_size: int, directory: Path) -> list[str]:
 def test_the_queues_that_vllm_asks_for(ranks2: RankPool) -> None:
     """Between ranks, from the executor and to it; a bad handle of one rank is refused on all."""
     assert ranks2.run(queues) == [["UsageError", "CapabilityError"]] * 2
+
+
+REFUSED: dict[str, tuple[Callable[[VllmGroupCoordinator, int], Any], tuple[int, int], tuple[int, int]]] = {
+    # The call, and its argument on both ranks where the first or the second one refuses it.
+    "create_mq_broadcaster": (lambda group, writer: group.create_mq_broadcaster(writer), (9, 0), (0, 9)),
+    "create_single_reader_mq_broadcasters": (
+        lambda group, reader: group.create_single_reader_mq_broadcasters(reader),
+        (9, 0),
+        (0, 9),
+    ),
+    "with blocking: create_single_reader_mq_broadcasters": (
+        lambda group, flag: group.create_single_reader_mq_broadcasters(0, blocking=bool(flag)),
+        (1, 0),
+        (0, 1),
+    ),
+}
+
+
+def refused_queues(rank: int, world_size: int, directory: Path, name: str) -> None:
+    make, *rounds = REFUSED[name]
+    with world(rank, world_size, directory) as first, vllm_group(first) as group:
+        for culprit, arguments in enumerate(rounds):
+            with pytest.raises(UsageError if rank == culprit else DisagreementError) as caught:
+                make(group, arguments[rank])
+            assert rank == culprit or f"rank {culprit} refused {name.rsplit(maxsplit=1)[-1]}: " in str(
+                caught.value
+            )
+            assert group.broadcast_object(rank, 0) == 0
+        with pytest.raises(DisagreementError, match="different writers"):
+            group.create_mq_broadcaster(rank)
+        make_and_meet(group, lambda group: make(group, 0))
+
+
+@pytest.mark.guarantee("D69")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_queue_that_one_rank_refuses_is_refused_on_all(ranks2: RankPool, name: str) -> None:
+    """The others would wait for half an hour for its handle, or take its next call for this one."""
+    ranks2.run(refused_queues, name)
 
 
 class StruckError(Exception):

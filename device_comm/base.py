@@ -25,7 +25,7 @@ from device_comm.fused.forms import FusedForms
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth, Operation
 from device_comm.movable import movable, movable_dtype, restored
-from device_comm.outputs import SUM, OutputForms, Sizes, Timeout
+from device_comm.outputs import SUM, OutputForms, Sizes, Timeout, fill
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order, reduce_operation
 from device_comm.stages import in_stages
 from shm_broadcast.errors import UsageError
@@ -134,7 +134,7 @@ class DeviceCommunicator(OutputForms, FusedForms):
         checks.check_writable(tensor, "all_reduce_")
         result = self._all_reduce(tensor, op, timeout_s)
         if result is not tensor:
-            tensor.detach().copy_(result)
+            fill(tensor.detach(), result)
         return tensor
 
     def reduce(
@@ -600,7 +600,7 @@ class DeviceCommunicator(OutputForms, FusedForms):
             whole.copy_(input_.detach().reshape(shape))
         self._broadcast(whole, src, timeout_s)
         rank = self.rank_in_group
-        output.detach().copy_(whole.narrow(dim, sum(sizes[:rank]), sizes[rank]).view(output.shape))
+        fill(output.detach(), whole.narrow(dim, sum(sizes[:rank]), sizes[rank]))
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout

@@ -24,6 +24,7 @@ from device_comm.gloo.exchange import exchange
 from device_comm.handles import Handle, PointToPointHandle, StreamHandle
 from device_comm.health import FOREVER_S, GRACE_S, Operation
 from device_comm.movable import movable
+from device_comm.outputs import fill
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.stages import Turns, collective, in_stages, until
 from device_comm.works import PointToPointWorks, WaiterThreads
@@ -293,7 +294,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             whole = input_.reshape(1) if input_.dim() == 0 else input_.detach()
             parts = whole.split_with_sizes(list(sizes), dim)
             others = {rank: dense(part) for rank, part in enumerate(parts) if rank != src}
-            output.detach().copy_(parts[src].reshape(output.shape))
+            fill(output.detach(), parts[src])
             self._transfer(operation, self.process_group.send, others, timeout_s)
 
         self._collective("scatter", stages, timeout_s, output.nbytes, src)
@@ -436,7 +437,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         result = own.new_empty(own.numel() * self.world_size) if into is None else into
         if self._on_host:
             rows = dict(enumerate(result.view(self.world_size, own.numel())))
-            rows.pop(self.rank_in_group).copy_(own)
+            fill(rows.pop(self.rank_in_group), own)
             self._exchange_parts(operation, dict.fromkeys(rows, own), rows, _GATHER_TAG, deadline)
             return result
         options = AllgatherOptions()
@@ -466,7 +467,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
                 dict(enumerate(as_bytes(memory).split_with_sizes(sizes)))
                 for memory, sizes in ((rows, to_send), (result, to_receive))
             )
-            arriving.pop(self.rank_in_group).copy_(leaving.pop(self.rank_in_group))
+            fill(arriving.pop(self.rank_in_group), leaving.pop(self.rank_in_group))
             self._exchange_parts(operation, leaving, arriving, _EXCHANGE_TAG, deadline)
             return
         options = dist.AllToAllOptions()

@@ -8,6 +8,7 @@ import torch
 
 from device_comm.base import CallPath, DeviceCommunicator
 from device_comm.handles import Handle
+from device_comm.outputs import fill
 from shm_broadcast.errors import UsageError
 
 
@@ -44,7 +45,7 @@ class SoloCommunicator(DeviceCommunicator):
 
     def _scatter(self, output: torch.Tensor, input_: torch.Tensor | None, *_: Any) -> None:
         if input_ is not None:
-            output.detach().copy_(input_.detach().reshape(output.shape))
+            fill(output.detach(), input_)
 
     def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
         raise UsageError("send: a group of one has no other rank")

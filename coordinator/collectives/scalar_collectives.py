@@ -11,6 +11,7 @@ from coordinator.collectives.object_collectives import ObjectCollectives
 from coordinator.collectives.tensor_collectives import TensorCollectives
 from coordinator.gradients import refuse_lost_gradient
 from device_comm import checks
+from device_comm.outputs import fill
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout
 
@@ -101,7 +102,7 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
             if outputs is None:
                 return gathered if self.world_size > 1 else [gathered[0].clone()]
             for into, row in zip(outputs, gathered, strict=True):
-                into.copy_(row)
+                fill(into, row)
             return list(outputs)
 
     def _check_outputs(self, name: str, input_: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
@@ -116,3 +117,4 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
                     f"{self._health.where(name)}: output {rank} is {output.dtype} {tuple(output.shape)}, the input "
                     f"{input_.dtype} {tuple(input_.shape)}"
                 )
+            checks.check_writable(output, name)

@@ -16,6 +16,7 @@ from device_comm import checks
 from device_comm.async_calls import CallHandle
 from device_comm.base import SUM, DeviceCommunicator
 from device_comm.derived_reductions import Reduction
+from device_comm.outputs import fill
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout
 
@@ -200,7 +201,7 @@ def _gather_into_list(
         return result
     rows = there.all_gather(own, 0, timeout_s=timeout_s)
     for output, row in zip(outputs, rows, strict=True):
-        output.detach().copy_(row.view(input_.shape))
+        fill(output.detach(), row)
     return result
 
 

@@ -14,6 +14,7 @@ from coordinator.host.tensor_dict_format import PackedDict, Slicing, TensorDictM
 from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import CompletedHandle, Handle
 from device_comm.health import Arrival, GroupHealth
+from device_comm.outputs import fill
 from device_comm.process_group import dense
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from shm_broadcast import codec
@@ -78,7 +79,7 @@ class PostedReceive:
                 f"shape {tuple(sent.shape)} and {sent.dtype} was sent"
             )
             return
-        self._into.copy_(sent)
+        fill(self._into, sent)
 
     def is_completed(self) -> bool:
         """Return whether the tensor is there. Raises `UsageError` if what was sent does not fit."""
@@ -191,7 +192,7 @@ class FakeCommunicator(DeviceCommunicator):
         if input_ is not None:
             whole = input_.detach().reshape(input_.shape or 1)
             part = whole.narrow(dim, sum(sizes[: self.rank_in_group]), sizes[self.rank_in_group])
-            output.detach().copy_(part.reshape(output.shape))
+            fill(output.detach(), part)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout

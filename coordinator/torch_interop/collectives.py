@@ -19,6 +19,7 @@ from device_comm import checks, coalesced
 from device_comm.base import DeviceCommunicator, Timeout
 from device_comm.derived_reductions import Reduction, reducer
 from device_comm.health import SLICE_S, Operation
+from device_comm.outputs import fill
 from device_comm.reduction import ReduceOperation
 from device_comm.stages import BUSY, NESTED, in_stages, until, without_place
 from device_comm.works import WaiterThreads
@@ -409,7 +410,7 @@ def _reduction(opts: Any) -> Reduction:
 
 def _fill(output: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Copy `result` into `output`, which may have another shape, and return `output`."""
-    output.detach().copy_(result.view(output.shape))
+    fill(output.detach(), result)
     return output
 
 

@@ -21,6 +21,7 @@ from device_comm.cpu.received_tensors import expect_tensor, irecv_into
 from device_comm.cpu.shared_memory import SharedMemory
 from device_comm.handles import Handle
 from device_comm.movable import movable_dtype
+from device_comm.outputs import fill
 from device_comm.process_group import TENSOR_TAG, as_bytes, dense, is_plain
 from device_comm.reduction import ReduceOperation
 from shm_broadcast._core import BlockPool
@@ -319,7 +320,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         source = None if input_ is None else dense(input_)
         self._move("scatter", _core.SCATTER, source, landing, dim, sizes, timeout_s, root=src)
         if landing is not into:
-            into.copy_(landing)
+            fill(into, landing)
 
     def _move(
         self,
@@ -374,7 +375,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         begin = partial(self._core.broadcast, landing.data_ptr(), as_bytes(landing).numel(), code, src)
         self._make("broadcast", begin, timeout_s)
         if landing is not into and self.rank_in_group != src:
-            into.copy_(landing)
+            fill(into, landing)
         return tensor
 
     # ------------------------------------------------------------------ point to point

@@ -268,7 +268,7 @@ class CudaCommunicator(EndingCommunicator, FusedCommunicator):
                 raise UsageError(
                     "all_reduce_: within `group` the tensor must be contiguous and begin at a multiple of 16 bytes"
                 )
-            tensor.detach().copy_(self._all_reduce(tensor, op, timeout_s))
+            fill(tensor.detach(), self._all_reduce(tensor, op, timeout_s))
             return tensor
         custom = self._own("all_reduce_")
         if custom is not None and op is SUM and self._collected is None:
@@ -278,7 +278,7 @@ class CudaCommunicator(EndingCommunicator, FusedCommunicator):
             self._remember(tensor.dtype, tensor.numel())
         if self._must_keep_order(tensor.dtype, op):
             into = tensor.detach()
-            into.copy_(self._all_reduce_in_order(into, op, timeout_s))
+            fill(into, self._all_reduce_in_order(into, op, timeout_s))
             return tensor
         return super()._all_reduce_in_place(tensor, op, timeout_s)
 

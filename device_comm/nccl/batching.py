@@ -17,6 +17,7 @@ from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Order, Progress, Streams
 from device_comm.nccl.transfers import Collected, Post, QueuedTransfer, Receive, brought_bytes, root_of
 from device_comm.nccl.window import Copy, Wish, obstacle_of
+from device_comm.outputs import fill
 from device_comm.process_group import dense, is_plain
 from shm_broadcast.errors import UsageError
 
@@ -192,7 +193,7 @@ class NcclQueue(DeviceCommunicator):
             return rows
         moved = rows.movedim(0, dim)
         result = rows.new_empty(moved.shape) if output is None else output
-        self._call(name, posts, timeout_s, finish=lambda: result.copy_(moved.view(result.shape)))
+        self._call(name, posts, timeout_s, finish=lambda: fill(result, moved))
         return result
 
     # ------------------------------------------------------------------ point to point
@@ -216,7 +217,7 @@ class NcclQueue(DeviceCommunicator):
         landing = into if is_plain(into) else into.new_empty(into.shape)
         peer = self.context.ranks[src]
         post = Post("ncclRecv", (landing.data_ptr(), landing.nbytes, UINT8, src), landing)
-        finish = None if landing is into else lambda: into.copy_(landing)
+        finish = None if landing is into else lambda: fill(into, landing)
         handle = QueuedTransfer(self._streams, (landing, into), self._flush_receives)
         if self._collected is not None:
             self._call("recv", [post], timeout_s, finish=finish, peers=(peer,))

@@ -24,6 +24,7 @@ from device_comm.nccl.rows import landing_of, parts_of
 from device_comm.nccl.streams import Progress, Streams, TorchStreams
 from device_comm.nccl.transfers import Post
 from device_comm.nccl.window import fits
+from device_comm.outputs import fill
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation
 from shm_broadcast.errors import UsageError
@@ -253,7 +254,7 @@ class NcclCommunicator(NcclQueue):
         source = dense(input_)
         is_direct = output is not None and is_plain(output)
         landing = output if output is not None and is_direct else torch.empty_like(source)
-        finish = None if output is None or is_direct else lambda: output.copy_(landing)
+        finish = None if output is None or is_direct else lambda: fill(output, landing)
         self._reduce_into("ncclAllReduce", source, landing, (code, red), parts, timeout_s, finish)
         return landing
 
@@ -446,7 +447,7 @@ class NcclCommunicator(NcclQueue):
                 posts.append(Post("ncclSend", arguments, rows))
         if landing.numel():
             posts.append(Post("ncclRecv", (landing.data_ptr(), landing.nbytes, UINT8, src), landing))
-        finish = None if landing is shaped else lambda: shaped.copy_(landing)
+        finish = None if landing is shaped else lambda: fill(shaped, landing)
         self._call("scatter", posts, timeout_s, finish=finish)
 
     def _all_to_all(
@@ -500,7 +501,7 @@ class NcclCommunicator(NcclQueue):
             arguments = (landing.data_ptr(), landing.data_ptr(), landing.nbytes, UINT8, src)
             posts = [Post("ncclBroadcast", arguments, landing)]
         is_aside = landing is not into and self.rank_in_group != src
-        finish = (lambda: into.copy_(landing)) if is_aside else None
+        finish = (lambda: fill(into, landing)) if is_aside else None
         self._call("broadcast", posts, timeout_s, finish=finish)
         return tensor
 

@@ -18,6 +18,7 @@ from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQue
 from coordinator.settings import CoordinatorSettings
 from device_comm import checks
 from device_comm.health import Operation
+from device_comm.outputs import fill
 from device_comm.stages import in_stages
 from shm_broadcast.errors import CapabilityError, DisagreementError, UsageError
 from shm_broadcast.interruption import raised_by_handler
@@ -226,7 +227,8 @@ class VllmGroupCoordinator(GroupCoordinator):
         On an accelerator the sum goes over the group's Gloo process group, as the tensor is not on the group's device.
         """
         if self.device.type == "cpu":
-            return tensor.copy_(self.all_reduce(tensor))
+            fill(tensor, self.all_reduce(tensor))
+            return tensor
         dist.all_reduce(tensor, group=self.cpu_group)
         return tensor
 

@@ -23,6 +23,7 @@ from device_comm.cpu.several_hosts.line import measured_worth_bytes
 from device_comm.cpu.shared_memory import SharedPart
 from device_comm.handles import Handle
 from device_comm.health import Operation
+from device_comm.outputs import fill
 from device_comm.process_group import (
     ProcessGroupCommunicator,
     as_bytes,
@@ -253,7 +254,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
             landing = into if is_plain(into) else dense(into)
             self._levels.broadcast(call, as_bytes(landing), copy_code(tensor.dtype), src)
             if landing is not into and self.rank_in_group != src:
-                into.copy_(landing)
+                fill(into, landing)
 
         self._make("broadcast", stages, timeout_s, tensor.nbytes, src)
         return tensor

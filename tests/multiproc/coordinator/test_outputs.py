@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from coordinator.testing import FakeGroupCoordinator
 from device_comm.base import DeviceCommunicator
 from tests.engines import refusal
 from tests.harness import RankPool
-from tests.worlds import ApartPool, world
+from tests.worlds import ApartPool, HostsPool, world
 
 ROWS = 6
 
@@ -312,3 +312,74 @@ def test_a_subclass_replaces_what_is_behind_a_call() -> None:
     assert isinstance(FakeGroupCoordinator(0, 2).device_communicator, DeviceCommunicator)
     with FakeGroupCoordinator(0, 2) as plain, pytest.raises(UsageError):
         plain.all_reduce(None)  # type: ignore[call-overload]
+
+
+@pytest.fixture(scope="module")
+def ranks3() -> Iterator[RankPool]:
+    """Three processes, for hosts of two ranks and of one."""
+    with RankPool(3, brief=True) as pool:
+        yield pool
+
+
+def filled_in(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Return the calls that do not fill tensors that were made in inference mode; make them outside of it."""
+    wrong = []
+
+    def made(*shape: int, strided: bool) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.zeros(*shape, 2)[..., 0] if strided else torch.zeros(*shape)
+
+    with world(rank, world_size, directory) as everyone:
+        alone = new_group_of_one(everyone)
+        for group in (everyone, alone):
+            size, own = group.world_size, torch.full((4,), rank + 1.0)
+            total = sum(each + 1.0 for each in group.ranks)
+            for strided in (False, True):
+                rows = [made(4, strided=strided) for _ in range(size)]
+                more = [made(4, strided=strided) for _ in range(size)]
+                whole, part, sums = (made(n, strided=strided) for n in (4 * size, 4, 4))
+                swapped, shared = (made(n, strided=strided) for n in (4 * size, 4))
+                with torch.inference_mode():
+                    sums += own
+                    shared += own
+                group.all_reduce_(sums)
+                group.broadcast(shared, size - 1)
+                group.scatter(part, own.repeat(size) if group.rank_in_group == 0 else None)
+                group.all_gather(own, output_tensor_list=rows)
+                group.all_gather_to_list(own, more)
+                group.all_gatherv(own, 0, output=whole)
+                group.all_to_all_single(swapped, own.repeat(size))
+                joined = torch.cat([torch.full((4,), each + 1.0) for each in group.ranks])
+                found = {
+                    "all_reduce_": (sums, torch.full((4,), total)),
+                    "broadcast": (shared, joined[-4:]),
+                    "scatter": (part, joined[:4]),
+                    "all_gather": (torch.cat(rows), joined),
+                    "all_gather_to_list": (torch.cat(more), joined),
+                    "all_gatherv": (whole, joined),
+                    "all_to_all": (swapped, joined),
+                }
+                wrong += [name for name, (got, wanted) in found.items() if not torch.equal(got, wanted)]
+        alone.destroy()
+    return wrong
+
+
+def new_group_of_one(group: GroupCoordinator) -> GroupCoordinator:
+    return GroupCoordinator(
+        [[rank] for rank in group.ranks], group.local_rank, "gloo", True, group_name="alone"
+    )
+
+
+@pytest.mark.guarantee("D60")
+@pytest.mark.parametrize("places", ["one host", "two hosts", "a host each"])
+def test_what_was_made_in_inference_mode_is_filled_outside_of_it(ranks3: RankPool, places: str) -> None:
+    """By every call that writes, contiguous or not: torch would refuse a copy after the data have moved."""
+    pools = {"one host": ranks3, "two hosts": HostsPool(ranks3, "AAB"), "a host each": ApartPool(ranks3)}
+    assert pools[places].run(filled_in) == [[]] * 3
+
+
+@pytest.mark.guarantee("D3")
+def test_outputs_that_overlap_themselves_are_refused_before_the_gather() -> None:
+    """The copy into them would be refused, when the other ranks have their result already."""
+    with FakeGroupCoordinator(0, 2) as group, pytest.raises(UsageError, match="overlap"):
+        group.all_gather_to_list(torch.ones(4), [torch.zeros(4), torch.zeros(1).expand(4)])

@@ -167,12 +167,36 @@ def changed_lists(rank: int, world_size: int) -> list[Answer]:
     return filled
 
 
+def of_inference_mode(rank: int, world_size: int) -> list[Answer]:
+    """Fill tensors outside of inference mode that were made in it."""
+    x = torch.arange(4.0) + 10 * rank
+    with torch.inference_mode():
+        summed, reduced, shared = x.clone(), x.clone(), x.clone()
+        part, swapped = torch.zeros(4), torch.zeros(4)
+    # Gloo does not fill these.
+    with torch.inference_mode(dist.get_backend() == OURS):
+        rows, taken = ([torch.zeros(4) for _ in range(world_size)] for _ in range(2))
+        share, whole, pair = torch.zeros(2), torch.zeros(8), [x.clone(), x * 2]
+    dist.all_reduce(summed)
+    dist.reduce(reduced, 0)
+    dist.broadcast(shared, 1)
+    dist.scatter(part, [x, x + 1] if rank == 1 else None, 1)
+    dist.all_to_all_single(swapped, x)
+    dist.all_gather(rows, x)
+    dist.gather(x, taken if rank == 0 else None, 0)
+    dist.reduce_scatter(share, list(x.split(2)))
+    dist.all_gather_into_tensor(whole, x)
+    dist.all_reduce_coalesced(pair)
+    return [summed, reduced if rank == 0 else None, shared, part, swapped, rows, taken, share, whole, pair]
+
+
 PARTS: dict[str, Callable[[int, int], list[Answer]]] = {
     "reductions": reductions,
     "moves": moves,
     "messages": messages,
     "works": works,
     "changed lists": changed_lists,
+    "inference mode": of_inference_mode,
 }
 
 

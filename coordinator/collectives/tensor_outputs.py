@@ -11,6 +11,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from coordinator.collectives.tensor_reductions import TensorReductions
+from coordinator.gradients import refuse_lost_gradient
 from coordinator.torch_interop import compile_ops
 from device_comm import checks
 from device_comm.async_calls import CallHandle
@@ -134,6 +135,7 @@ class TensorOutputs(TensorReductions):
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Fill the i-th tensor of `outputs` with the input of rank i; see `all_gather`."""
         if is_dynamo_compiling() and not async_op:
+            refuse_lost_gradient("all_gather into a list", (input_, outputs), self.world_size)
             rows = compile_ops.trace("all_gather", self, input_.detach().reshape(1, -1), timeout_s, dim=0)
             for output, row in zip(outputs, rows, strict=True):
                 output.copy_(row.view(output.shape))

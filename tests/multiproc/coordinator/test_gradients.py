@@ -201,6 +201,23 @@ def test_calls_without_a_gradient_refuse_to_lose_it(size: int) -> None:
         assert parameter.tolist() == [size, size]
 
 
+@pytest.mark.guarantee("D61")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_compiled_gather_into_a_list_refuses_to_lose_a_gradient(size: int) -> None:
+    """As the plain call does: the compiler fails with our words. Without grad mode it compiles."""
+    with FakeGroupCoordinator(0, size) as group:
+        outputs = list(torch.empty(size, 3).unbind(0))
+
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            return torch.stack(group.all_gather(x, output_tensor_list=outputs)).sum()
+
+        run = torch.compile(gather, fullgraph=True, backend="eager")
+        with pytest.raises(Exception, match="requires grad"):
+            run(torch.ones(3, requires_grad=True))
+        with torch.no_grad():
+            assert run(torch.ones(3, requires_grad=True)).item() == 3.0 * size
+
+
 def test_a_group_of_one_passes_gradients_on() -> None:
     """It returns its input, and with it the gradient."""
     x = torch.ones(4, 3, requires_grad=True)

@@ -19,6 +19,8 @@ from coordinator.collectives.tensor_reductions import TensorReductions
 from coordinator.gradients import wants_gradient
 from coordinator.torch_interop import compile_ops
 from device_comm.async_calls import CallHandle
+from device_comm.health import Operation
+from device_comm.stages import in_stages
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
@@ -254,7 +256,7 @@ class TensorCollectives(TensorOutputs, FusedReductions, CoalescedCollectives, Ex
             return self._into(name, input_, output, timeout_s, async_op, dim=dim, sizes=sizes)
         if not async_op and not isinstance(input_, torch.Tensor) and isinstance(input_, Sequence):
             if is_dynamo_compiling() or any(map(wants_gradient, input_)):
-                return [self.all_gatherv(each, dim, sizes, timeout_s=timeout_s) for each in input_]
+                return self._gather_each(input_, dim, sizes, timeout_s)
         elif not async_op and (is_dynamo_compiling() or wants_gradient(input_)):
             one = cast("torch.Tensor", input_)
             return compile_ops.trace("all_gatherv", self, one, timeout_s, dim=dim, sizes=sizes)
@@ -264,6 +266,24 @@ class TensorCollectives(TensorOutputs, FusedReductions, CoalescedCollectives, Ex
             "all_gatherv", make, input_, dim, sizes, timeout_s=timeout_s, async_op=async_op
         )
         return gathered  # type: ignore[no-any-return]
+
+    def _gather_each(
+        self,
+        tensors: Sequence[torch.Tensor],
+        dim: int,
+        sizes: Sequence[int] | None,
+        timeout_s: AnyTimeout,
+    ) -> list[torch.Tensor]:
+        """Make a call of `all_gatherv` for each tensor, which carries its gradient or is an operation of a graph."""
+
+        def stages() -> list[torch.Tensor]:
+            # A subclass may have a method of this name with other arguments.
+            gather = TensorCollectives.all_gatherv
+            return [gather(self, each, dim, sizes, timeout_s=timeout_s) for each in tensors]
+
+        if is_dynamo_compiling():
+            return stages()
+        return in_stages(self._health, Operation("device", "all_gatherv", 0), stages)
 
     @overload
     def gather(

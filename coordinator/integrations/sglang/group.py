@@ -12,7 +12,6 @@ import msgspec
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from coordinator.gradients import wants_gradient
 from coordinator.group import GroupCoordinator
 from coordinator.settings import CoordinatorSettings
 from device_comm.handles import Handle
@@ -242,10 +241,7 @@ class SglangGroupCoordinator(GroupCoordinator):
                 refusal = UsageError("all_gatherv: output needs a single tensor as input")
                 self._calls.refuse_unadmitted("all_gatherv", refusal)
             return [super().all_gatherv(input_, 0, sizes, output=output)]
-        tensors = [input_] if isinstance(input_, torch.Tensor) else list(input_)
-        if is_dynamo_compiling() or any(map(wants_gradient, tensors)):
-            return [super(SglangGroupCoordinator, self).all_gatherv(each, 0, sizes) for each in tensors]
-        return super().all_gatherv(tensors, 0, sizes)
+        return super().all_gatherv([input_] if isinstance(input_, torch.Tensor) else list(input_), 0, sizes)
 
     # ------------------------------------------------------------------ point to point
 

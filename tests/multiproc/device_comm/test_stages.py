@@ -145,6 +145,10 @@ SEVERAL: dict[str, Call] = {
     "all_gatherv": lambda group: (
         [len(each) for each in group.all_gatherv([filled(group), filled(group, 5)], sizes=None)] == [24, 10]
     ),
+    "all_gatherv with a gradient": lambda group: all(
+        each.requires_grad
+        for each in group.all_gatherv([filled(group).requires_grad_(), filled(group, 5).requires_grad_()])
+    ),
     "all_reduce_coalesced": coalesced_sums,
     "coalescing": collected,
     "dispatch": lambda group: len(group.dispatch(filled(group, 6).view(2, 3), filled(group, 2))) == 2,
@@ -339,7 +343,7 @@ def test_a_strike_between_a_native_call_and_its_wait_is_told(ranks2: RankPool, n
     assert min(found) > 5
 
 
-SAMPLE = ("all_gatherv", "create_single_reader_mq_broadcasters")
+SAMPLE = ("all_gatherv", "all_gatherv with a gradient", "create_single_reader_mq_broadcasters")
 # Where the calls run that are made of several others.
 COMPOSING = [
     base,

@@ -172,7 +172,7 @@ class PointToPoint(TensorDicts):
             A handle for each operation, in order.
 
         Raises:
-            UsageError: An item is not a valid operation. Transfers of the other direction may have begun.
+            UsageError: An item is not a valid operation. No transfer has begun.
         """
         with self._calls.call("batch_isend_irecv", in_line=False):
             for each in operations:
@@ -180,6 +180,9 @@ class PointToPoint(TensorDicts):
                     raise UsageError(f"batch_isend_irecv takes operations of type P2POperation, not {each!r}")
                 checks.check_tensor(each.tensor, self.device, "batch_isend_irecv")
                 checks.check_peer(each.peer, self.rank_in_group, self.world_size, "peer")
+                self._wire_tag(each.tag)
+                if each.verb == "irecv":
+                    checks.check_writable(each.tensor, "batch_isend_irecv")
 
         def stages() -> list[Handle]:
             handles: dict[int, Handle] = {}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator import DisagreementError, P2POperation
+from coordinator import DisagreementError, P2POperation, UsageError
 from tests.harness import RankPool
 from tests.worlds import ApartPool, meet, outcome_of, refused, world
 
@@ -184,6 +184,34 @@ def test_tensors_of_inference_mode_are_filled_outside_of_it(ranks2: RankPool, ap
     """The handle of a receive may be waited for where that mode is off; on one host and on several."""
     found = (ApartPool(ranks2) if apart else ranks2).run(into_inference_tensors)[1]
     assert found == [[1.0] * 3, [2.0] * 3]
+
+
+def wrong_batches(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Let rank 0 make batches of which the last item is wrong; then receive what its first item would have taken."""
+    with world(rank, world_size, directory) as group:
+        into, peer = torch.zeros(3), 1 - rank
+        wrong: list[P2POperation] = [
+            P2POperation(verb="irecv", tensor=torch.zeros(3), peer=peer, tag=-1),
+            P2POperation(verb="irecv", tensor=torch.zeros(1).expand(3), peer=peer),
+            P2POperation(verb="isend", tensor=torch.zeros(3), peer=peer, tag=1 << 30),
+        ]
+        for each in wrong if rank == 0 else ():
+            good = P2POperation(verb="irecv", tensor=into, peer=peer)
+            with pytest.raises(UsageError):
+                group.batch_isend_irecv([good, each])
+        group.barrier()
+        if rank == 1:
+            group.send(torch.arange(3.0), 0)
+            return []
+        return [group.recv((3,), torch.float32, 1, timeout_s=20.0).tolist(), into.tolist()]
+
+
+@pytest.mark.guarantee("D3")
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_batch_with_a_wrong_item_begins_nothing(ranks2: RankPool, apart: bool) -> None:
+    """A receive of the batch would take a message whose handle nobody has."""
+    found = (ApartPool(ranks2) if apart else ranks2).run(wrong_batches)[0]
+    assert found == [[0.0, 1.0, 2.0], [0.0] * 3]
 
 
 def tagged_objects(rank: int, world_size: int, directory: Path) -> list[Any]:

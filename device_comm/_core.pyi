@@ -67,7 +67,13 @@ class SharedRegion:
     def number(self) -> int:
         """Number of calls begun so far."""
 
-    def barrier(self) -> int: ...
+    def barrier(self, digest: int = 0, /) -> int:
+        """Wait for the other ranks.
+
+        `digest`, here and in `reduce`, `broadcast` and `move`, is a hash of the call of which this one is a part. It
+        must be equal on all ranks.
+        """
+
     def all_reduce(
         self, tensor: object, most_bytes: int, one_shot_bytes: int, /
     ) -> torch.Tensor | tuple[torch.Tensor, int] | None:
@@ -98,9 +104,18 @@ class SharedRegion:
         """
 
     def reduce(
-        self, kind: int, source: int, result: int, elements: int, dtype: int, op: int, root: int, /
+        self,
+        kind: int,
+        source: int,
+        result: int,
+        elements: int,
+        dtype: int,
+        op: int,
+        root: int,
+        digest: int = 0,
+        /,
     ) -> int: ...
-    def broadcast(self, address: int, nbytes: int, dtype: int, root: int, /) -> int: ...
+    def broadcast(self, address: int, nbytes: int, dtype: int, root: int, digest: int = 0, /) -> int: ...
     def move(
         self,
         kind: int,
@@ -111,6 +126,7 @@ class SharedRegion:
         dtype: int,
         op: int,
         root: int,
+        digest: int = 0,
         /,
     ) -> int:
         """Move or reduce tensors that are concatenated or split along a dimension.

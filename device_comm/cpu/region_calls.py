@@ -192,7 +192,8 @@ class RegionCalls:
     def _disagreement(self, name: str) -> DisagreementError:
         """Return the error for ranks that made different calls, or of which some refused theirs."""
         posts = dict(zip(self._ranks, self.core.disagreement(), strict=False))
-        views = {rank: _describe(*view, widths) for rank, (view, widths, _) in posts.items()}
+        label = "digest" if self._is_part else "layout"
+        views = {rank: _describe(*view, widths, label) for rank, (view, widths, _) in posts.items()}
         what = "the ranks made different calls: " + _listed(views)
         refusals = {
             rank: f"refused {reason.decode(errors='replace')}"
@@ -201,7 +202,8 @@ class RegionCalls:
         }
         if refusals:
             what = "; ".join(f"rank {rank} {text}" for rank, text in refusals.items())
-            what += "; nothing was moved, and the next call works"
+            if not self._is_part:
+                what += "; nothing was moved, and the next call works"
         return DisagreementError(f"{self._health.where(name)}: {what}", views=views | refusals)
 
     def missing(self) -> list[int]:
@@ -248,9 +250,14 @@ def _name(kind: int) -> str:
 
 
 def _describe(
-    number: int, code: int, count: int, detail: int, widths: tuple[tuple[int, ...], tuple[int, ...]] | None
+    number: int,
+    code: int,
+    count: int,
+    detail: int,
+    widths: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    label: str,
 ) -> str:
-    """Return the text in which an error describes the call of one rank."""
+    """Return the text in which an error describes the call of one rank; `label` says what the detail is."""
     name = _name(code & 0xFF)
     parts = [f"{name} #{number}"]
     dtype = code >> 8 & 0xFF
@@ -270,5 +277,5 @@ def _describe(
     if name in _ROOTED:
         parts.append(f"root {code >> 24}")
     if detail:
-        parts.append(f"layout {detail & 0xFFFF:04x}")
+        parts.append(f"{label} {detail & 0xFFFF:04x}")
     return ", ".join(parts)

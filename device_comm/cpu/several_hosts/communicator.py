@@ -208,10 +208,9 @@ class HierarchicalCommunicator(DeviceCommunicator):
         """Put this rank's part of the combined rows into the contiguous `result`."""
 
         def stages(call: Call) -> None:
-            if rows.numel():
-                per_row = rows[0].numel()
-                counts = [size * per_row for size in sizes]
-                self._levels.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
+            per_row = math.prod(rows.shape[1:])
+            counts = [size * per_row for size in sizes]
+            self._levels.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
 
         self._make("reduce_scatter", stages, timeout_s, rows.nbytes)
 
@@ -236,20 +235,17 @@ class HierarchicalCommunicator(DeviceCommunicator):
         """Concatenate the ranks' contiguous tensors in the contiguous `result`."""
 
         def stages(call: Call) -> None:
-            if result.numel():
-                rows = math.prod(source.shape[:dim])
-                inner = math.prod(source.shape[dim + 1 :]) * source.itemsize
-                widths = [size * inner for size in sizes]
-                self._levels.all_gather(
-                    call, as_bytes(source), as_bytes(result), rows, widths, copy_code(source.dtype)
-                )
+            rows = math.prod(source.shape[:dim])
+            inner = math.prod(source.shape[dim + 1 :]) * source.itemsize
+            widths = [size * inner for size in sizes]
+            self._levels.all_gather(
+                call, as_bytes(source), as_bytes(result), rows, widths, copy_code(source.dtype)
+            )
 
         self._make("all_gather", stages, timeout_s, source.nbytes)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         def stages(call: Call) -> None:
-            if tensor.numel() == 0:
-                return
             into = tensor.detach()
             landing = into if is_plain(into) else dense(into)
             self._levels.broadcast(call, as_bytes(landing), copy_code(tensor.dtype), src)

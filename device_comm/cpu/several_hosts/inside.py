@@ -87,9 +87,14 @@ class SharedHost:
         try:
             self._part.device.finish_part(call.operation, status, call.left_s())
         except DisagreementError as error:
+            # The ranks may differ in what only the digest covers.
+            text = (
+                f"{error}; on this rank: {call.operation}, {call.view}; the group is now unusable, destroy it"
+            )
+            failure = DisagreementError(text, views=error.views)
             # The other hosts do not learn of this disagreement and would wait, so nobody can go on.
-            self._health.fail(error)
-            raise
+            self._health.fail(failure)
+            raise failure from error
 
     def combine(self, call: Call, flat: torch.Tensor, op: ReduceOperation) -> torch.Tensor:
         """Do what `LoneHost.combine` says."""
@@ -99,24 +104,25 @@ class SharedHost:
         # The sum of all hosts is divided once, at the end.
         code = OPERATION_CODES[ReduceOperation.SUM if op is ReduceOperation.MEAN else op]
         addresses = (flat.data_ptr(), result.data_ptr())
-        self._finish(call, self._core.reduce(kind, *addresses, flat.numel(), TYPE_CODES[flat.dtype], code, 0))
+        codes = (TYPE_CODES[flat.dtype], code)
+        self._finish(call, self._core.reduce(kind, *addresses, flat.numel(), *codes, 0, call.digest))
         return result
 
     def pass_on(self, call: Call, flat: torch.Tensor, code: int = COPY_ONLY, root: int = 0) -> None:
         """Do what `LoneHost.pass_on` says."""
         if flat.numel():
-            self._finish(call, self._core.broadcast(flat.data_ptr(), flat.nbytes, code, root))
+            self._finish(call, self._core.broadcast(flat.data_ptr(), flat.nbytes, code, root, call.digest))
 
     def meet(self, call: Call) -> None:
         """Do what `LoneHost.meet` says."""
-        self._finish(call, self._core.barrier())
+        self._finish(call, self._core.barrier(call.digest))
 
     def gather(
         self, call: Call, source: torch.Tensor, block: torch.Tensor, lengths: tuple[int, ...], code: int
     ) -> None:
         """Do what `LoneHost.gather` says."""
         addresses = (source.data_ptr(), block.data_ptr())
-        self._finish(call, self._core.move(_core.ALL_GATHER, *addresses, 1, lengths, code, 0, 0))
+        self._move(call, _core.ALL_GATHER, addresses, lengths, code)
 
     def scatter(
         self, call: Call, block: torch.Tensor | None, result: torch.Tensor, counts: Sequence[int]
@@ -125,7 +131,7 @@ class SharedHost:
         widths = tuple(count * result.itemsize for count in counts)
         addresses = (0 if block is None else block.data_ptr(), result.data_ptr())
         code = TYPE_CODES[result.dtype]
-        self._finish(call, self._core.move(_core.SCATTER, *addresses, 1, widths, code, 0, 0))
+        self._move(call, _core.SCATTER, addresses, widths, code)
 
     def combine_slices(
         self, call: Call, flat: torch.Tensor, counts: Sequence[int], op: ReduceOperation
@@ -136,8 +142,7 @@ class SharedHost:
         code = OPERATION_CODES[ReduceOperation.SUM if op is ReduceOperation.MEAN else op]
         addresses = (flat.data_ptr(), result.data_ptr())
         widths = self._widths(counts, flat.itemsize)
-        kind = _core.REDUCE_SCATTER
-        self._finish(call, self._core.move(kind, *addresses, 1, widths, TYPE_CODES[flat.dtype], code, 0))
+        self._move(call, _core.REDUCE_SCATTER, addresses, widths, TYPE_CODES[flat.dtype], code)
         return result
 
     def gather_slices(
@@ -146,7 +151,18 @@ class SharedHost:
         """Do what `LoneHost.gather_slices` says."""
         addresses = (own.data_ptr(), flat.data_ptr())
         widths = self._widths(counts, flat.itemsize)
-        self._finish(call, self._core.move(_core.ALL_GATHER, *addresses, 1, widths, code, 0, 0))
+        self._move(call, _core.ALL_GATHER, addresses, widths, code)
+
+    def _move(
+        self,
+        call: Call,
+        kind: int,
+        addresses: tuple[int, int],
+        widths: tuple[int, ...],
+        code: int,
+        op_code: int = 0,
+    ) -> None:
+        self._finish(call, self._core.move(kind, *addresses, 1, widths, code, op_code, 0, call.digest))
 
     def _widths(self, counts: Sequence[int], itemsize: int) -> tuple[int, ...]:
         padded = [*counts, *[0] * (self._members - len(counts))]

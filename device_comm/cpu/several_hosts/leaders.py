@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import time
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ class Call:
     Attributes:
         operation: For the status store and for errors.
         end: When the deadline passes, by the monotonic clock.
-        view: Text of the call, which the leaders compare and errors quote.
+        view: Text of the call, which the ranks compare and errors quote; complete before the first part of the call.
         is_told: Whether the leaders have been told of the call.
     """
 
@@ -43,6 +44,12 @@ class Call:
     end: float
     view: str = ""
     is_told: bool = False
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """Return a hash of the number, the name and the view, by which the ranks of a host compare the call."""
+        found = hashlib.blake2b(f"{self.operation}, {self.view}".encode(), digest_size=8)
+        return int.from_bytes(found.digest(), "little")
 
     def left_s(self) -> float:
         """Return the seconds until the deadline."""

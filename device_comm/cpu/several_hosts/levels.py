@@ -87,7 +87,10 @@ class _Piece:
 
 
 class Levels:
-    """The two levels of one group, seen from one rank."""
+    """The two levels of one group, seen from one rank.
+
+    In a call without elements the ranks of each host meet, so that they compare it as any other.
+    """
 
     def __init__(
         self,
@@ -136,6 +139,8 @@ class Levels:
         """Combine the ranks' contiguous tensors into `result`, which may be `source`."""
         flat, into = source.view(-1), result.view(-1)
         call.view = f"{op.name} of {flat.numel()} elements, {flat.dtype}{call.view}"
+        if not flat.numel():
+            self._inside.meet(call)
         wide = partial_dtype(flat.dtype, op)
         leaders = self._leaders_for(flat.nbytes)
         length = leaders * PIECE_BYTES // wide.itemsize
@@ -213,6 +218,9 @@ class Levels:
     ) -> None:
         """Combine the ranks' flat tensors; this rank's `counts[rank]` elements, in rank order, go to `result`."""
         call.view = f"{op.name} of elements {list(counts)}, {flat.dtype}"
+        if not flat.numel():
+            self._inside.meet(call)
+            return
         partial = self._inside.combine(call, flat.to(partial_dtype(flat.dtype, op)), op)
         block = None
         if self._is_leader:
@@ -253,6 +261,9 @@ class Levels:
     ) -> None:
         """Put `widths[rank]` bytes of each rank into each of the `rows` of `result`."""
         call.view = f"{rows} rows of bytes {list(widths)}, {_core.TYPE_NAMES.get(code, 'another dtype')}"
+        if not result.numel():
+            self._inside.meet(call)
+            return
         order = [rank for ranks in self._hosts for rank in ranks]
         is_in_place = rows == 1 and order == sorted(order)
         # `stage` holds the parts host by host, and within a host rank by rank.
@@ -288,6 +299,9 @@ class Levels:
     def broadcast(self, call: Call, flat: torch.Tensor, code: int, src: int) -> None:
         """Fill the bytes `flat` on every rank with those of rank `src`."""
         call.view = f"{flat.numel()} bytes, {_core.TYPE_NAMES.get(code, 'another dtype')}, root {src}"
+        if not flat.numel():
+            self._inside.meet(call)
+            return
         home = next(index for index, ranks in enumerate(self._hosts) if src in ranks)
         is_home = home == self._host
         if is_home:

@@ -170,9 +170,9 @@ bool read_unsigned(PyObject* const* args, Py_ssize_t count, uint64_t* values) {
     return true;
 }
 
-bool expect(const char* name, Py_ssize_t got, Py_ssize_t wanted) {
-    if (got == wanted) return true;
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
+bool expect(const char* name, Py_ssize_t got, Py_ssize_t wanted, Py_ssize_t optional) {
+    if (got >= wanted && got <= wanted + optional) return true;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted + optional, got);
     return false;
 }
 
@@ -213,11 +213,14 @@ void prefer_huge_pages(void* memory, size_t bytes) {
     if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
-// reduce(kind, in, out, elements, type, op, root) -> status
+// The optional last argument `digest` of the following methods is a hash of the call of which this one is a part: the ranks
+// compare it too.
+
+// reduce(kind, in, out, elements, type, op, root, digest = 0) -> status
 PyObject* region_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
-    uint64_t v[7];
-    if (!expect("reduce", count, 7) || !read_unsigned(args, 7, v)) return nullptr;
+    uint64_t v[8] = {};
+    if (!expect("reduce", count, 7, 1) || !read_unsigned(args, count, v)) return nullptr;
     if (const long status = refusal(object); status != kDone) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = static_cast<Kind>(v[0]);
@@ -230,21 +233,24 @@ PyObject* region_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count)
     plan.bytes = v[3] * plan.element;
     if (v[1] != v[2]) prefer_huge_pages(plan.out, plan.bytes);
     plan.view.count = v[3];
+    plan.view.detail = v[7];
     return answer(start(object, std::move(plan), code_of(plan.kind, v[4], v[5], v[6])));
 }
 
-// barrier() -> status
-PyObject* region_barrier(PyObject* self, PyObject*) {
+// barrier(digest = 0) -> status
+PyObject* region_barrier(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
+    Plan plan;
+    if (!expect("barrier", count, 0, 1) || !read_unsigned(args, count, &plan.view.detail)) return nullptr;
     if (const long status = refusal(object); status != kDone) return PyLong_FromLong(status);
-    return answer(start(object, Plan{}, code_of(Kind::kBarrier, 0, 0, 0)));
+    return answer(start(object, std::move(plan), code_of(Kind::kBarrier, 0, 0, 0)));
 }
 
-// broadcast(address, bytes, type, root) -> status
+// broadcast(address, bytes, type, root, digest = 0) -> status
 PyObject* region_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
-    uint64_t v[4];
-    if (!expect("broadcast", count, 4) || !read_unsigned(args, 4, v)) return nullptr;
+    uint64_t v[5] = {};
+    if (!expect("broadcast", count, 4, 1) || !read_unsigned(args, count, v)) return nullptr;
     if (const long status = refusal(object); status != kDone) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = Kind::kBroadcast;
@@ -252,6 +258,7 @@ PyObject* region_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t cou
     plan.out = reinterpret_cast<unsigned char*>(v[0]);
     plan.bytes = plan.view.count = v[1];
     plan.root = static_cast<uint32_t>(v[3]);
+    plan.view.detail = v[4];
     return answer(start(object, std::move(plan), code_of(Kind::kBroadcast, v[2], 0, v[3])));
 }
 
@@ -272,18 +279,21 @@ bool read_widths(PyObject* tuple, uint32_t ranks, uint64_t rows, Plan* plan) {
     return true;
 }
 
-// move(kind, in, out, rows, widths, type, op, root) -> status. `widths`: bytes of each rank's run of a row; for an
+// move(kind, in, out, rows, widths, type, op, root, digest = 0) -> status. `widths`: bytes of each rank's run of a row; for an
 // all-to-all those of the tensor that is sent, followed by those of the tensor that is received.
 PyObject* region_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
-    uint64_t head[4], tail[3];
-    if (!expect("move", count, 8) || !read_unsigned(args, 4, head) || !read_unsigned(args + 5, 3, tail)) return nullptr;
+    uint64_t head[4], tail[4] = {};
+    if (!expect("move", count, 8, 1) || !read_unsigned(args, 4, head) || !read_unsigned(args + 5, count - 5, tail)) {
+        return nullptr;
+    }
     if (const long status = refusal(object); status != kDone) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = static_cast<Kind>(head[0]);
     plan.in = reinterpret_cast<const unsigned char*>(head[1]);
     plan.out = reinterpret_cast<unsigned char*>(head[2]);
     plan.root = static_cast<uint32_t>(tail[2]);
+    plan.view.detail = tail[3];
     const uint32_t ranks = object->region->ranks();
     if (!read_widths(args[4], ranks, head[3], &plan)) return nullptr;
     if (plan.kind == Kind::kReduceScatter && !find_kernel(tail[0], tail[1], false, &plan)) return nullptr;
@@ -297,7 +307,7 @@ PyObject* region_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
         prefer_huge_pages(plan.out, plan.out_columns.row_bytes * plan.out_columns.rows);
     } else {
         plan.view.count = plan.columns.row_bytes * plan.columns.rows;
-        plan.view.detail = hash_of(plan.columns);
+        plan.view.detail ^= hash_of(plan.columns);
         if (plan.kind == Kind::kAllGather) prefer_huge_pages(plan.out, plan.view.count);
     }
     return answer(start(object, std::move(plan), code_of(plan.kind, tail[0], tail[1], tail[2])));
@@ -411,7 +421,7 @@ PyObject* level(PyObject*, PyObject*) { return PyUnicode_FromString(reduce::leve
 PyMethodDef methods[] = {
     METHOD("all_reduce", all_reduce, METH_FASTCALL), METHOD("all_reduce_into", all_reduce_into, METH_FASTCALL),
     METHOD("all_gather", all_gather, METH_FASTCALL),
-    METHOD("reduce", region_reduce, METH_FASTCALL),   METHOD("barrier", region_barrier, METH_NOARGS),
+    METHOD("reduce", region_reduce, METH_FASTCALL),   METHOD("barrier", region_barrier, METH_FASTCALL),
     METHOD("broadcast", region_broadcast, METH_FASTCALL), METHOD("move", region_move, METH_FASTCALL),
     METHOD("resume", region_resume, METH_O),   METHOD("leave", region_leave, METH_NOARGS),
     METHOD("keep", region_keep, METH_NOARGS),

@@ -77,8 +77,8 @@ uint64_t hash_of(const Columns& columns);
 // Reads `count` unsigned integers; returns false with an exception set on failure.
 bool read_unsigned(PyObject* const* args, Py_ssize_t count, uint64_t* values);
 
-// Returns whether a method got as many arguments as it takes; if not, sets an exception.
-bool expect(const char* name, Py_ssize_t got, Py_ssize_t wanted);
+// Returns whether a method got as many arguments as it takes, and at most so many optional ones; if not, sets an exception.
+bool expect(const char* name, Py_ssize_t got, Py_ssize_t wanted, Py_ssize_t optional = 0);
 
 // The object's methods that are defined outside of core.cpp.
 PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count);

@@ -48,7 +48,7 @@ struct View {
     uint64_t number;  // of the call
     uint64_t code;    // kind, dtype, reduction, root
     uint64_t count;   // elements, or bytes
-    uint64_t detail;  // hash of further parameters that must be equal
+    uint64_t detail;  // hash of further parameters that must be equal, and of the call of which this one is a part
     bool operator==(const View&) const = default;
 };
 

@@ -247,6 +247,69 @@ def test_ranks_of_one_host_that_disagree_break_the_group(ranks4: RankPool) -> No
         assert each["seconds"] < PROMPT_S
 
 
+def differ_inside(rank: int, world_size: int, directory: Path, name: str) -> dict[str, Any]:
+    """Let rank 1 make another call than the ranks of its host and of the other one, then the same call as they do."""
+    with world(rank, world_size, directory) as group:
+        device, is_other = hierarchical(group), rank == 1
+        call: Any = {
+            "reductions": lambda: device.all_reduce(
+                torch.ones(4), ReduceOperation.MEAN if is_other else ReduceOperation.SUM
+            ),
+            "ranks that get the result": lambda: device.reduce(torch.ones(4), int(is_other)),
+            "roots elsewhere": lambda: device.broadcast(torch.ones(4), 3 if is_other else 2),
+            "dimensions": lambda: device.all_gather(torch.ones(2, 2), int(is_other)),
+            "names": lambda: (
+                device.all_reduce(torch.ones(4)) if is_other else device.reduce(torch.ones(4), 0)
+            ),
+            "no elements": lambda: device.all_reduce(torch.ones(0 if is_other else 4)),
+            "no rows": lambda: device.reduce_scatter(torch.ones(0 if is_other else 4)),
+            "no parts": lambda: device.all_gather(torch.ones(0 if is_other else 4)),
+            "no bytes": lambda: device.broadcast(torch.ones(0 if is_other else 4), 2),
+        }[name]
+        found = outcome_of(lambda: (call(), device.all_reduce(torch.ones(4))))
+        meet(rank, range(world_size), directory, "told")
+        return found
+
+
+@pytest.mark.guarantee("D69")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("reductions", "ranks that get the result", "roots elsewhere", "dimensions", "names"),
+        *("no elements", "no rows", "no parts", "no bytes"),
+    ],
+)
+def test_ranks_of_one_host_compare_the_whole_call(ranks4: RankPool, name: str) -> None:
+    """Their shared memory carries only parts of a call, which may be alike where the calls are not."""
+    found = HostsPool(ranks4, "AABB").run(differ_inside, name)
+    assert [each["kind"] for each in found[:2]] == [DisagreementError.__name__] * 2, found
+    assert {each["kind"] for each in found[2:]} <= {"DisagreementError", "GroupBrokenError"}, found
+    for rank, each in enumerate(found):
+        assert rank > 1 or re.search(r"on this rank: \w+ #1, ", each["text"]), each
+        assert each["seconds"] < PROMPT_S
+
+
+def bring_nothing(rank: int, world_size: int, directory: Path) -> list[list[int]]:
+    with world(rank, world_size, directory) as group:
+        device = hierarchical(group)
+        found = [
+            device.all_reduce(torch.ones(0, 3)),
+            device.reduce_scatter(torch.ones(0, 3), 0),
+            device.reduce_scatter(torch.ones(6, 0), 0),
+            device.all_gather(torch.ones(2, 0), 0),
+            device.broadcast(torch.ones(0, 3), 1),
+            device.all_reduce(torch.ones(1)),
+        ]
+        return [list(each.shape) for each in found]
+
+
+@pytest.mark.guarantee("D5")
+def test_calls_without_elements_have_a_place_among_the_others(ranks3: RankPool) -> None:
+    """Ranks that share a host's memory and one that is alone make them, and the next call works."""
+    shapes = [[0, 3], [0, 3], [2, 0], [6, 0], [0, 3], [1]]
+    assert HostsPool(ranks3, "AAB").run(bring_nothing) == [shapes] * 3
+
+
 def hosts_disagree(rank: int, world_size: int, directory: Path, name: str) -> dict[str, Any]:
     with world(rank, world_size, directory) as group:
         late = rank >= 2

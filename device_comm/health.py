@@ -344,8 +344,7 @@ class GroupHealth:
         deadline = FOREVER_S if timeout_s is None else timeout_s
         # If only the status store knows who is missing, the call asks it in this last part of its deadline.
         last_part = deadline - min(GRACE_S, deadline / 2)
-        is_announced, next_look = False, ANNOUNCE_AFTER_S
-        waited = 0.0
+        waited, next_look, is_announced = 0.0, ANNOUNCE_AFTER_S, False
         while not work.poll(min(SLICE_S, max((last_part if waited < last_part else deadline) - waited, 0.0))):
             waited = time.monotonic() - start
             self._raise_if_ended(operation)
@@ -356,12 +355,16 @@ class GroupHealth:
                 self._expire(operation, work, start + deadline, deadline)
                 return
             if waited >= ANNOUNCE_AFTER_S and not is_announced and operation.number:
-                self._status_store.arrive(operation.plane, Arrival(operation.name, operation.number))
+                self.announce(operation)
                 is_announced = True
             if waited >= next_look:
                 self.check_record(operation)
                 often = FAILURE_EVERY_S if timeout_s is not None else FAILURE_IDLE_EVERY_S
                 next_look = waited + often
+
+    def announce(self, operation: Operation) -> None:
+        """Report to the status store that this rank has come to the collective `operation`."""
+        self._status_store.arrive(operation.plane, Arrival(operation.name, operation.number))
 
     def check_peers(self, operation: Operation) -> None:
         """Break the group and raise if a peer's process has ended.
@@ -417,7 +420,7 @@ class GroupHealth:
         Returns if the call completes before.
         """
         if operation.number:
-            self._status_store.arrive(operation.plane, Arrival(operation.name, operation.number))
+            self.announce(operation)
         while time.monotonic() < end:
             if work.poll(min(SLICE_S / 2, max(end - time.monotonic(), 0.0))):
                 return

@@ -82,6 +82,7 @@ class SharedHost:
 
     def _finish(self, call: Call, status: int) -> None:
         """Wait for a step that has begun."""
+        call.announce_in_time(self._health)
         if status == _core.DONE:
             return
         try:

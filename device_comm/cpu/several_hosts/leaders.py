@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from device_comm.cpu.several_hosts.wires import Swap, Wire
-from device_comm.health import GroupHealth, Operation
+from device_comm.health import ANNOUNCE_AFTER_S, GroupHealth, Operation
 from shm_broadcast.errors import DisagreementError
 from shm_broadcast.interruption import raised_by_handler
 
@@ -38,12 +38,16 @@ class Call:
         end: When the deadline passes, by the monotonic clock.
         view: Text of the call, which the ranks compare and errors quote; complete before the first part of the call.
         is_told: Whether the leaders have been told of the call.
+        begun: When this rank came to the call, by the monotonic clock.
+        is_announced: Whether this rank has reported that to the status store.
     """
 
     operation: Operation
     end: float
     view: str = ""
     is_told: bool = False
+    begun: float = dataclasses.field(default_factory=time.monotonic)
+    is_announced: bool = False
 
     @functools.cached_property
     def digest(self) -> int:
@@ -54,6 +58,16 @@ class Call:
     def left_s(self) -> float:
         """Return the seconds until the deadline."""
         return max(self.end - time.monotonic(), 0.0)
+
+    def announce_in_time(self, health: GroupHealth) -> None:
+        """Report to the status store once the call has taken long; before each of its waits.
+
+        `GroupHealth.wait` measures one wait. A call may consist of many, each too short to be reported there.
+        """
+        is_due = not self.is_announced and time.monotonic() - self.begun >= ANNOUNCE_AFTER_S
+        if is_due and self.operation.number:
+            health.announce(self.operation)
+            self.is_announced = True
 
 
 class Leaders:
@@ -114,6 +128,7 @@ class Leaders:
             DisagreementError: Another host makes another call; the group is broken then.
             Others: As `GroupHealth.wait`.
         """
+        call.announce_in_time(self._health)
         self._health.wait(call.operation, swap, call.left_s())
         if swap.is_refused:
             raise self._disagreement(call)

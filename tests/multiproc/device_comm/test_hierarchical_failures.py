@@ -10,18 +10,22 @@ import time
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from coordinator import DisagreementError
 from coordinator.parallel_state import destroy_distributed_environment, get_world_group
+from device_comm.cpu.several_hosts import levels
+from device_comm.cpu.several_hosts.wires import Swap
 from device_comm.reduction import ReduceOperation
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.segment import Segment
 from tests.harness import RankPool, run_ranks
 from tests.rank_exit import RankExit
 from tests.samples import sampled
+from tests.waiting import wait_until
 from tests.worlds import (
     HostsPool,
     hierarchical,
@@ -165,6 +169,37 @@ def test_every_waiting_rank_and_the_late_one_name_the_late_one(
     for rank, (first, second) in enumerate(HostsPool(ranks4, "AABB").run(come_late, name, culprit)):
         assert (first["kind"], first["missing"]) == ("CommTimeoutError", [culprit]), (rank, first)
         assert (second["kind"], second["cause"]) == ("GroupBrokenError", "CommTimeoutError"), (rank, second)
+
+
+def over_a_slow_line(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Begin a call of many pieces, rank 1 once rank 0 has reported, over a line that takes 50 ms for each of them."""
+    poll = Swap.poll
+
+    def slow(swap: Swap, slice_s: float) -> bool:
+        time.sleep(min(slice_s, 0.05))
+        return slice_s >= 0.05 and poll(swap, slice_s - 0.05)
+
+    with (
+        world(rank, world_size, directory) as group,
+        mock.patch.object(levels, "PIECE_BYTES", 64),
+        mock.patch.object(Swap, "poll", slow),
+    ):
+        store = group._health._status_store
+        if rank == 1:
+            wait_until(lambda: store.arrivals("device"), "the other rank has reported")
+        found = outcome_of(lambda: group.all_reduce(torch.ones(200 * 16), timeout_s=3.0))
+        meet(rank, range(world_size), directory, "told")
+        return found
+
+
+@pytest.mark.guarantee("D6")
+@pytest.mark.parametrize("places", ["AB", "AABB"])
+def test_a_rank_whose_waits_are_all_short_has_come(places: str) -> None:
+    """A call takes many waits, of which the late rank's are too short to report; in all it takes longer than that."""
+    with RankPool(len(places), brief=True) as pool:
+        for found in HostsPool(pool, places).run(over_a_slow_line):
+            assert (found["kind"], found["missing"]) == ("CommTimeoutError", []), found
+            assert "all_reduce" in found["text"]
 
 
 def come_within_the_deadline(rank: int, world_size: int, directory: Path) -> list[float]:

@@ -401,8 +401,7 @@ class GroupHealth:
         """Break the group and raise if another rank has published what broke it, or that it refuses `operation`."""
         if (refused := self.refusals.found(self, operation)) is not None:
             raise refused
-        failure_record = self._status_store.failure_record()
-        if failure_record is not None:
+        if (failure_record := self._status_store.failure_record()) is not None:
             raise self._adopt(operation, failure_record)
 
     def others_failed(self) -> bool:
@@ -412,6 +411,7 @@ class GroupHealth:
     def _raise_if_ended(self, operation: Operation) -> None:
         if self._closed:
             raise ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
+        self.check_owner(operation)
         self.check_peers(operation)
 
     def _expire(self, operation: Operation, work: Pollable, end: float, within_s: float) -> None:
@@ -516,8 +516,7 @@ class GroupHealth:
         """
         if (refused := self.refusals.found(self, operation)) is not None:
             return refused
-        failure_record = self._status_store.failure_record()
-        if failure_record is not None:
+        if (failure_record := self._status_store.failure_record()) is not None:
             return self._adopt(operation, failure_record)
         if lost := self.gone():
             return self._record(operation, self._failure(operation, "lost", lost))
@@ -542,9 +541,10 @@ class GroupHealth:
     def _interrupted(self, what: object, error: BaseException) -> None:
         """Break the group after Ctrl-C or another exception interrupted the call `what`, whose state is unknown.
 
-        If the group is broken already, this only completes a break that a signal handler has interrupted.
+        If the group is broken already, this only completes a break that a signal handler has interrupted. In a
+        forked child, in whose copy of the call a handler has forked, it does nothing: the call is the parent's.
         """
-        if self._cause is None and not self._closed:
+        if self._cause is None and not self._closed and not self.is_inherited:
             # Published first, as in `fail`. Ctrl-C must interrupt within 0.2 s.
             failure_record = interruption_of(error, self.rank, str(what))
             self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
@@ -563,6 +563,7 @@ class GroupHealth:
         return FailureRecord(kind, ranks, self.rank, str(operation), within_s, described)
 
     def _record(self, operation: Operation, failure_record: FailureRecord) -> CommError:
+        self.check_owner(operation)
         counted = self._status_store.publish(failure_record)
         # Ask for stacks before the transports are aborted, while the other ranks are still where they hang.
         texts = ask_members(counted, self.rank, self.ranks, self.watch)
@@ -596,7 +597,7 @@ class GroupHealth:
     def _break(self, cause: BaseException) -> None:
         thread = threading.get_ident()
         with self._lock:
-            if self._closed:
+            if self._closed or self.is_inherited:
                 return
             if self._cause is None:
                 self._cause, self._breaker = cause, thread
@@ -615,7 +616,7 @@ class GroupHealth:
         *,
         within_s: float = 0.0,
     ) -> None:
-        """Break the group because of `error`, which the caller raises, and publish it to the other ranks.
+        """Break the group because of `error`, which the caller raises, and publish it; not in a forked child.
 
         Args:
             error: The error. One that is no `CommError` has interrupted this rank, as Ctrl-C does.
@@ -623,6 +624,8 @@ class GroupHealth:
             failure_record: What to publish, if another group of this rank has broken for the same reason.
             within_s: The deadline that has passed, in seconds: the other ranks then raise the time-out, too.
         """
+        if self.is_inherited:
+            return
         if failure_record is None:
             failure_record = failure_of(error, self.rank, what, self._describe, within_s)
         # Ctrl-C must interrupt within 0.2 s.

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import FrameType
 from typing import Any, Never
 
 import pytest
@@ -25,7 +26,7 @@ from tests.ports import free_port
 from tests.rank_exit import RankExit
 from tests.samples import sampled
 from tests.waiting import wait_until
-from tests.worlds import WAITS, new_group, outcome_of, small, world
+from tests.worlds import WAITS, HostsPool, new_group, outcome_of, small, tell_when_waiting, world
 
 # A child that runs longer than this hangs.
 CHILD_S = 20.0
@@ -229,6 +230,71 @@ def leave_and_return(rank: int, world_size: int, directory: Path) -> bool:
 def test_the_end_of_a_child_leaves_the_rendezvous_directory_alone(ranks2: RankPool) -> None:
     """A child is not the last user of a file store, so its end does not remove the store's file."""
     assert ranks2.run(leave_and_return) == [True, True]
+
+
+def fork_in_a_handler(
+    rank: int, world_size: int, directory: Path, name: str, does: str
+) -> tuple[str, list[float]]:
+    """Let a handler of rank 0 fork inside of a call; the child returns from it or raises, then the other rank comes."""
+    with world(rank, world_size, directory) as first, new_group(first) as group:
+        pids = group.all_gather_object(os.getpid())
+        report = directory / "report"
+        if rank == 1:
+            wait_until((directory / "waits-0").exists, "rank 0 waits")
+            os.kill(pids[0], signal.SIGALRM)
+            wait_until(report.exists, "the child has left the call")
+            ANSWERS.get(name, WAITS[name])(group, 0, CHILD_S)
+        else:
+
+            def handle(_number: int, _frame: FrameType | None) -> None:
+                if fork() == 0 and does == "raises":
+                    raise RankExit(0)
+
+            signal.signal(signal.SIGALRM, handle)
+            tell_when_waiting(group, directory)
+            error: BaseException | None = None
+            try:
+                WAITS[name](group, 1, CHILD_S)
+            except BaseException as raised:
+                error = raised
+            if os.getpid() != pids[0]:
+                part = directory / "part"
+                part.write_text(type(error).__name__)
+                part.rename(report)
+                os._exit(0)
+            assert error is None
+            os.wait()
+        group.barrier()
+        # Ranks that wait for long look for one.
+        assert group._health._status_store.failure_record() is None
+        return report.read_text(), group.all_reduce(small()).tolist()
+
+
+# What rank 1 does for calls in which not all ranks do the same.
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "recv_object": lambda group, peer, _: group.send_object("x", peer),
+    "irecv": lambda group, peer, _: group.send(small(), peer),
+}
+
+
+@pytest.mark.guarantee("G10")
+@pytest.mark.parametrize(
+    ("name", "does", "places"),
+    [
+        (name, does, places)
+        for name in ("all_reduce", "barrier", "all_gather_object", "recv_object", "irecv")
+        for does in ("returns", "raises")
+        for places in ("AA", "AB")
+    ],
+)
+def test_a_handler_that_forks_inside_of_a_call_leaves_the_parent_its_call(
+    ranks2: RankPool, name: str, does: str, places: str
+) -> None:
+    """In the child the call ends with a `UsageError`, or with what the handler raises there; the group is intact."""
+    expected = "UsageError" if does == "returns" else "RankExit"
+    for left, total in HostsPool(ranks2, places).run(fork_in_a_handler, name, does):
+        assert left == expected
+        assert total == (2 * small()).tolist()
 
 
 def program(rank: int, method: str, who: str) -> None:

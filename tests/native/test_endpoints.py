@@ -1,5 +1,6 @@
 """The native endpoints of a ring: objects that are not sent, calls that are refused, threads, and closing."""
 
+import mmap
 import os
 import threading
 import time
@@ -210,6 +211,28 @@ def has_passed_in_child(act: Callable[[], bool]) -> bool:
         finally:
             os._exit(0 if is_right else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.guarantee("G10")
+def test_a_child_that_is_forked_while_its_parent_listens_does_not_end_that() -> None:
+    """Writers that saw no listener would not wake the parent."""
+    bell = mmap.mmap(-1, PAGE)
+    seen: list[int] = []
+
+    def listeners() -> int:
+        return int.from_bytes(bell[4:8], "little")
+
+    def look() -> None:
+        if child := os.fork():
+            os.waitpid(child, 0)
+            seen.append(listeners())
+
+    try:
+        _core.bell_listen(bell, look, 0, 0)
+    finally:
+        if not seen:
+            os._exit(0)
+    assert [*seen, listeners()] == [1, 0]
 
 
 @pytest.mark.guarantee("B19")

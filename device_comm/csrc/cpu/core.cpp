@@ -318,7 +318,8 @@ PyObject* region_resume(PyObject* self, PyObject* slice) {
     Object* object = object_of(self);
     const uint64_t slice_ns = PyLong_AsUnsignedLongLong(slice);
     if (PyErr_Occurred()) return nullptr;
-    if (object->is_closed) return PyLong_FromLong(kClosed);
+    // A signal handler inside of the call may have forked this child, whose slots are those of its parent.
+    if (object->is_closed || object->born != forks) return PyLong_FromLong(kClosed);
     if (object->call == nullptr || object->is_busy) return PyLong_FromLong(kBusy);
     return answer(advance(object, 0, slice_ns));
 }

@@ -44,8 +44,11 @@ namespace {
 // Counts the calling thread among the listeners of a bell for the length of a scope.
 class Listener {
 public:
-    explicit Listener(Bell& bell) : bell_(bell), seen_(bell.begin()) {}
-    ~Listener() { bell_.end(); }
+    explicit Listener(Bell& bell) : bell_(bell), seen_(bell.begin()), born_(forks) {}
+    // A signal handler may have forked this child meanwhile: its parent still listens.
+    ~Listener() {
+        if (born_ == forks) bell_.end();
+    }
     Listener(const Listener&) = delete;
     Listener& operator=(const Listener&) = delete;
 
@@ -63,6 +66,7 @@ public:
 private:
     Bell& bell_;
     const uint32_t seen_;
+    const uint64_t born_;
 };
 
 // A ring that a listener looks at. It holds the mapping, because another thread may close the endpoint meanwhile.

@@ -243,6 +243,20 @@ def test_an_exchange_whose_sizes_do_not_match_moves_nothing(
         assert not (is_wrong and result.any())
 
 
+@pytest.mark.guarantee("D13")
+@pytest.mark.parametrize("kind", [_core.REDUCE_SCATTER, _core.ALL_GATHER, _core.SCATTER])
+def test_rows_and_widths_that_are_exchanged_are_another_layout(kind: int) -> None:
+    """4 rows of 8 bytes and 8 rows of 4 bytes, all of them of the first rank, are as many bytes."""
+    tensors = [torch.zeros(8, dtype=torch.float32) for _ in range(2)]
+    shapes = [(4, (8, 0)), (8, (4, 0))]
+
+    def call(rank: int, end: _core.SharedRegion) -> int:
+        address = tensors[rank].data_ptr()
+        return finish(end, end.move(kind, address, address, *shapes[rank], TYPE_CODES[torch.float32], 0, 0))
+
+    assert everybody(regions(2), call) == [_core.DISAGREE] * 2
+
+
 def test_widths_are_told_of_exchanges_alone() -> None:
     """A rank that made another call has no widths, whatever its slot holds."""
     ends = regions(2)

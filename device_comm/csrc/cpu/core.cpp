@@ -192,8 +192,9 @@ bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan) {
 
 // An FNV-1a hash.
 uint64_t hash_of(const Columns& columns) {
-    uint64_t hash = 0xcbf29ce484222325 ^ columns.rows;
-    for (const size_t width : columns.widths) hash = (hash ^ width) * 0x100000001b3;
+    constexpr uint64_t kPrime = 0x100000001b3;
+    uint64_t hash = (0xcbf29ce484222325 ^ columns.rows) * kPrime;
+    for (const size_t width : columns.widths) hash = (hash ^ width) * kPrime;
     return hash;
 }
 

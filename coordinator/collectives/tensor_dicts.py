@@ -159,8 +159,7 @@ class TensorDicts(GroupPlanes):
             try:
                 for handle in handles:
                     handle.wait()
-                if all_gather_group is not None:
-                    _gather_all(all_gather_group, callbacks)
+                _gather_all(all_gather_group or self, callbacks)
             except BaseException as error:
                 self._health.left = _RECEIVE, error
                 self._health.left_halfway(_RECEIVE, error)

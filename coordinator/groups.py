@@ -425,12 +425,12 @@ class ParallelGroups(ChangingGroups):
 
         Waits for the other ranks at most about `destroy_timeout_s` per group.
         """
-        destroy_together(self.leaving())
+        destroy_together(self._leaving())
         self._unreturned.clear()
 
-    def leaving(self) -> list[GroupCoordinator]:
+    def _leaving(self) -> list[GroupCoordinator]:
         """Return the groups that `destroy` destroys: before its own those that have followed and nobody got."""
-        return [*(group for later in self._unreturned for group in later.leaving()), *self.owned()]
+        return [*(group for later in self._unreturned for group in later._leaving()), *self.owned()]  # noqa: SLF001 - ours
 
     def owned(self) -> list[GroupCoordinator]:
         """Return the groups that belong to this record, in the order in which `destroy` destroys them."""

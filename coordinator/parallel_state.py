@@ -561,7 +561,7 @@ def destroy_distributed_environment() -> None:
     Idempotent, not collective. Another call, or the next world, finishes one that was interrupted.
     """
     groups, world = groups_of_process()
-    leaving = [] if groups is None else groups.leaving()
+    leaving = [] if groups is None else groups._leaving()  # noqa: SLF001 - ours
     leaving += [] if world is None or world in leaving else [world]
     try:
         destroy_together(leaving)

@@ -117,7 +117,12 @@ def open_tcp_store(
 
     where = f"rendezvous (rank {rank} of {world_size})"
     try:
-        return run_interruptibly(connect, "rendezvous", check, close)
+        try:
+            # Nothing is called behind this: an interrupt would lose the store, which nobody else could close.
+            return run_interruptibly(connect, "rendezvous", check, close)
+        except BaseException:
+            over.set()
+            raise
     except dist.DistError as error:
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             raise CommTimeoutError(
@@ -132,8 +137,6 @@ def open_tcp_store(
         if raised_by_handler(error):
             raise
         raise _nameless(where, host, settings.create_timeout_s, serve, error) from error
-    finally:
-        over.set()
 
 
 def _nameless(where: str, host: str, timeout_s: float, serve: bool, error: OSError) -> CommError:

@@ -421,50 +421,48 @@ def _behind_hint(
     A loopback address of rank 0 is refused if `spans_hosts`.
     """
     rank, world_size = met.rank, met.world_size
+    store: dist.Store | None = None
     try:
         place = place_of(settings, run, rank, world_size)
         if place is None:
             return met
         address = "" if rank else own_address(settings.interface, met.store, spans_hosts)
         store = meet_by_hint(place, met.store, address, settings, _nothing)
+        leave_store = leaving(store, rank, world_size)
+
+        def leave() -> None:
+            try:
+                leave_store()
+            finally:
+                met.leave()
+
+        return Rendezvous(store, rank, world_size, leave)
     except BaseException:
+        secured_store.close(store)
         met.leave()
         raise
-    leave_store = leaving(store, rank, world_size)
-
-    def leave() -> None:
-        try:
-            leave_store()
-        finally:
-            met.leave()
-
-    return Rendezvous(store, rank, world_size, leave)
 
 
 def _meet_by_ticket(ticket: Ticket, settings: CoordinatorSettings) -> Rendezvous:
     """Use the ticket up, and return the store of its meeting, whose keys no rank of another meeting sees."""
     listener, rank, world_size = take(ticket), ticket.rank, ticket.world_size
     where = f"rendezvous (rank {rank} of {world_size})"
+    store: dist.Store | None = None
     try:
         place = place_of(settings, f"meeting {ticket.meeting}", rank, world_size)
         with closing(PeerWatch(this_process(), {})) as watch:
             listen_for_losses(watch, range(world_size))
+            check, host, port = partial(raise_if_lost, watch, where), ticket.host, ticket.port
             store = open_tcp_store(
-                ticket.host,
-                ticket.port,
-                rank,
-                world_size,
-                rank == 0,
-                settings,
-                place,
-                listener=listener,
-                check=lambda: raise_if_lost(watch, where),
+                host, port, rank, world_size, rank == 0, settings, place, listener=listener, check=check
             )
-    finally:
+        met = dist.PrefixStore(f"meeting/{ticket.meeting}", store)
+        return Rendezvous(met, rank, world_size, leaving(met, rank, world_size))
+    except BaseException:
         if listener is not None:
             listener.close()  # does nothing once the store has taken over the descriptor
-    met = dist.PrefixStore(f"meeting/{ticket.meeting}", store)
-    return Rendezvous(met, rank, world_size, leaving(met, rank, world_size))
+        secured_store.close(store)
+        raise
 
 
 def _nothing() -> None:

@@ -193,13 +193,18 @@ def meet_by_hint(
         return find_store(place, [where], timeout_s, over, told_by)
 
     try:
-        return run_interruptibly(find if place.rank else serve, "rendezvous", check_all, SecuredStore.close)
+        try:
+            # Nothing is called behind this: an interrupt would lose the store, which nobody else could close.
+            return run_interruptibly(
+                find if place.rank else serve, "rendezvous", check_all, SecuredStore.close
+            )
+        except BaseException:
+            over.set()
+            raise
     except dist.DistError as error:
         raise torch_error(
             f"{place.where}: lost the connection to the launcher's store: {error}", "Store"
         ) from error
-    finally:
-        over.set()
 
 
 _UNTRUSTED: Final = " (whoever reaches that store may have changed it)"

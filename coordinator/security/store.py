@@ -167,9 +167,9 @@ def secured(store: dist.Store) -> SecuredStore | None:
     return base if isinstance(base, SecuredStore) else None
 
 
-def close(store: dist.Store) -> None:
-    """Close the secured store below any prefixes of `store`; does nothing to another one."""
-    base = secured(store)
+def close(store: dist.Store | None) -> None:
+    """Close the secured store below any prefixes of `store`; does nothing to another one, or if there is none."""
+    base = None if store is None else secured(store)
     if base is not None:
         base.close()
 

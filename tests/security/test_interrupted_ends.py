@@ -13,11 +13,12 @@ import torch.distributed as dist
 from coordinator import create_stateless_group
 from coordinator.bootstrap import rendezvous
 from coordinator.bootstrap import secured as meeting
-from coordinator.bootstrap.methods.address import Rendezvous, join_address
+from coordinator.bootstrap.methods.address import Rendezvous, join_address, meet_at_rank_0
 from coordinator.bootstrap.rendezvous import join_rendezvous, leave_world
 from coordinator.bootstrap.secured import meet_by_hint
+from coordinator.meeting import Offer, make_tickets, offer, withdraw
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
-from coordinator.security import store_thread
+from coordinator.security import store, store_thread
 from coordinator.security.store import secured
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommTimeoutError, NativeError, UsageError
@@ -80,6 +81,50 @@ def test_a_world_whose_end_is_interrupted_anywhere_leaves_nothing(
             step += 1
         assert step > 15
     assert leaked_since(before) == []
+
+
+JOINING = (
+    *(
+        "bootstrap/connections.py",
+        "bootstrap/secured.py",
+        "bootstrap/rendezvous.py",
+        "bootstrap/blocking_calls.py",
+    ),
+    *("methods/address.py", "/contextlib.py", "/threading.py"),
+)
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize("way", ["address", "prefix", "directory", "ticket"])
+def test_a_store_that_is_opened_by_an_interrupted_call_is_closed(tmp_path: Path, way: str) -> None:
+    """Wherever the interrupt comes, until the caller has the store. Its address is free afterwards."""
+    settings, others = settings_of(tmp_path, create_timeout_s=20.0), listening_ports()
+    offers = list[Offer]()
+
+    def meet() -> Rendezvous:
+        if way == "address":
+            return join_address(HERE, free_port(), 0, 1, settings)
+        if way == "prefix":
+            return meet_at_rank_0(HERE, free_port(), 0, 1, settings, run="run")
+        if way == "directory":
+            return join_rendezvous(1, 0, f"file://{tmp_path}/meet", settings, False, False)
+        offers.append(offer(HERE))
+        return rendezvous._meet_by_ticket(make_tickets(offers[-1:], [(0, 1)])[0], settings)
+
+    for step in count():
+        met = list[Rendezvous]()
+        comes = raising_at(step, lambda met=met: met.append(meet()), JOINING)  # type: ignore[misc]
+        for each in met:
+            each.leave()
+        for made in offers:
+            withdraw(made.token)
+        # The thread of an interrupted call may still be opening it.
+        wait_until(
+            lambda: not store._open and listening_ports() == others, f"the end of the store {step}", 10.0
+        )
+        if not comes:
+            break
+    assert step > 5
 
 
 class StruckError(BaseException):

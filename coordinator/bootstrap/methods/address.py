@@ -96,9 +96,9 @@ def meet_at_rank_0(
     place = place_of(settings, f"{run} {host}:{port}".lstrip(), rank, world_size)
     while True:
         store = open_tcp_store(host, port, rank, world_size, rank == 0, settings, place, spans_hosts)
-        if run:
-            store = dist.PrefixStore(run, store)
         try:
+            if run:
+                store = dist.PrefixStore(run, store)
             if rank == 0 or not _was_left(store, rank, settings):
                 leave = leaving(store, rank, world_size)
                 return Rendezvous(store, rank, world_size, leave, spans_hosts)

@@ -112,7 +112,7 @@ class Leaders:
                 wire.send(_memory_of(own), own)
             if (theirs := receives.get(host)) is not None and theirs.numel():
                 wire.receive(_memory_of(theirs), theirs)
-        swap = Swap(self._wires.values())
+        swap = Swap(self._wires.values(), is_reported=call.operation.number != 0)
         try:
             swap.begin()
         except RuntimeError as error:

@@ -167,8 +167,9 @@ os.register_at_fork(after_in_child=_close_inherited)
 class Swap:
     """The messages queued so far on some wires; see `Pollable`."""
 
-    def __init__(self, wires: Iterable[Wire]) -> None:
-        """Note what is queued on `wires`."""
+    def __init__(self, wires: Iterable[Wire], *, is_reported: bool = True) -> None:
+        """Note what is queued on `wires`. `is_reported`: whether ranks that wait report that to the status store."""
+        self._is_reported = is_reported
         self._wires: Sequence[Wire] = tuple(wires)
         self._marks: list[tuple[int, ...]] = [tuple(wire.queued) for wire in self._wires]
         self._failed: tuple[int, ...] | None = None
@@ -199,8 +200,14 @@ class Swap:
             self._await(left_s)
 
     def pending(self) -> tuple[int, ...] | None:
-        """Return the leader whose connection failed, or None: an awaited leader may itself be waiting."""
-        return self._failed
+        """Return the leader whose connection failed, or None: an awaited leader may itself be waiting.
+
+        If only the wires can tell who is late, return the leaders at the other ends of those that are not done.
+        """
+        if self._failed is not None or self._is_reported:
+            return self._failed
+        ends = zip(self._wires, self._marks, strict=True)
+        return tuple(wire.peer for wire, marks in ends if not _is_done(wire, marks))
 
     def _move(self) -> None:
         for wire in self._wires:

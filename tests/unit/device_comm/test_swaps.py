@@ -1,6 +1,7 @@
 """How often the leaders of hosts swap in an all-reduce: a function of what all ranks know, so that all choose alike."""
 
 import math
+import socket
 import struct
 import time
 import types
@@ -12,6 +13,10 @@ import torch
 from device_comm.cpu.several_hosts.leaders import Call, Leaders
 from device_comm.cpu.several_hosts.levels import takes_one_swap
 from device_comm.cpu.several_hosts.line import UNMEASURED_BYTES, measured_worth_bytes, worth_bytes
+from device_comm.cpu.several_hosts.wires import Wire
+from device_comm.health import Operation
+from shm_broadcast.errors import CommTimeoutError
+from tests.unit.device_comm.test_health import Group
 
 WORTH = 62_500
 
@@ -84,3 +89,28 @@ def test_the_slowest_leader_counts(others: int, monkeypatch: pytest.MonkeyPatch)
     assert struct.unpack("<dd", told[0]) == pytest.approx((0.001, length / 0.009))
     assert measured_worth_bytes(None, call, exchange) == pytest.approx(0.004 * 20e6)
     assert told[1] == b""
+
+
+@pytest.mark.guarantee("D6")
+def test_a_swap_without_a_number_names_the_leaders_that_it_waits_for() -> None:
+    """The status store has no reports of it: a leader that has swapped, and a rank that leads nobody, have come."""
+    wires: dict[int, Wire] = {}
+    far_ends: list[socket.socket] = []
+    for host, rank in ((1, 5), (2, 6)):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            wires[host] = Wire(rank, socket.create_connection(server.getsockname()))
+            far_ends.append(server.accept()[0])
+    group = Group()
+    own = Leaders(group.health, {0: 0, 1: 1, 2: 2}, 0, wires)
+    other = Leaders(Group().health, {0: 0, 1: 1}, 1, {0: Wire(4, far_ends[0])})
+    tensors = [torch.zeros(1, dtype=torch.uint8) for _ in range(4)]
+    operation, end = Operation("device", "measure the line", 0), time.monotonic() + 0.3
+    other.swap(Call(operation, end), {0: tensors[0]}, {})
+    call = Call(operation, end)
+    swap = own.swap(call, {1: tensors[1], 2: tensors[1]}, {1: tensors[2], 2: tensors[3]})
+    with pytest.raises(CommTimeoutError) as caught:
+        own.wait(call, swap)
+    assert caught.value.missing == (6,)
+    own.close()
+    other.close()
+    far_ends[1].close()

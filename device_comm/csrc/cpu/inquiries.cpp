@@ -17,13 +17,13 @@ PyObject* tuple_of(const uint64_t* values, uint32_t count) {
 }
 
 // Returns a list of what `entry` returns for each rank, without the ranks for which it returns null and sets no exception.
-// The list is empty if the region is closed.
+// The list ends where the region is closed, or has been closed meanwhile.
 template <typename Entry>
 PyObject* list_of(PyObject* self, Entry entry) {
     Object* object = object_of(self);
     Ref list(PyList_New(0));
-    if (!list || object->is_closed) return list.release();
-    for (uint32_t r = 0; r < object->region->ranks(); ++r) {
+    // Making an entry may run finalizers, which may close the region.
+    for (uint32_t r = 0; list && !object->is_closed && r < object->region->ranks(); ++r) {
         const Ref item(entry(*object->region, r));
         if (!item && PyErr_Occurred() == nullptr) continue;
         if (!item || PyList_Append(list.get(), item.get()) < 0) return nullptr;

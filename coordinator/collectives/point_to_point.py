@@ -118,14 +118,28 @@ class PointToPoint(TensorDicts):
             CapabilityError: The ranks share no memory; the group is intact.
             DisagreementError: The message has another shape or dtype. It is lost; the group is intact.
         """
+        return self._recv_any(size, dtype, None, tag, timeout_s)
+
+    def _recv_any(
+        self,
+        size: torch.Size | Sequence[int],
+        dtype: torch.dtype,
+        into: torch.Tensor | None,
+        tag: int,
+        timeout_s: AnyTimeout,
+    ) -> tuple[torch.Tensor, int]:
+        """Do `recv_any`, also into a tensor, which is filled before the message is taken."""
 
         def take(limit_s: float | None) -> tuple[torch.Tensor, int]:
             shape, checked = checks.check_shape(size), checks.check_dtype(dtype)
+            if into is not None:
+                checks.check_tensor(into, self.device, "recv_any")
+                checks.check_writable(into, "recv_any")
             if self.world_size == 1:
                 raise UsageError("recv_any: a group of one has no other rank")
             if self.device.type != "cpu":
                 raise refuse_any(self._health)
-            return self._host.recv_any(shape, checked, self._wire_tag(tag), limit_s)
+            return self._host.recv_any(shape, checked, self._wire_tag(tag), limit_s, into)
 
         return self._calls.receive("recv_any", timeout_s, take)
 

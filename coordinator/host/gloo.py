@@ -250,7 +250,12 @@ class GlooHostPlane(GatheringHostPlane):
         in_stages(self._health, operation, stages)
 
     def recv_any(
-        self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        tag: int,
+        timeout_s: float | None,
+        into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, int]:
         """Refuse: Gloo receives from one rank at a time."""
         raise refuse_any(self._health)

@@ -93,9 +93,16 @@ class HostPlane(Protocol):
         """Receive into a tensor of any layout and device."""
 
     def recv_any(
-        self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        tag: int,
+        timeout_s: float | None,
+        into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, int]:
         """Receive the next tensor of `tag` from any other rank; return it, in new memory, and that rank.
+
+        If `into` is given, it is filled before the message is taken. It has as many elements, none of which overlap.
 
         Raises:
             CapabilityError: The ranks share no memory; the group is intact.

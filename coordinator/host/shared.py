@@ -15,7 +15,8 @@ from device_comm.cpu.received_tensors import expect_tensor, irecv_into, recv_int
 from device_comm.cpu.shared_memory import SharedMemory
 from device_comm.handles import CompletedHandle, Handle
 from device_comm.health import GroupHealth
-from device_comm.movable import movable_dtype
+from device_comm.movable import movable, movable_dtype
+from device_comm.outputs import fill
 from shm_broadcast import codec
 
 
@@ -101,13 +102,21 @@ class SharedHostPlane(GatheringHostPlane):
         recv_into(tensor.detach(), self._channels, src, tag, timeout_s, self._health)
 
     def recv_any(
-        self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        tag: int,
+        timeout_s: float | None,
+        into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, int]:
-        """Receive the next tensor of `tag` from any other rank; return it, in new memory, and that rank."""
+        """Receive the next tensor of `tag` from any other rank, also into `into`; return it, and that rank."""
         moved = movable_dtype(dtype)
 
         def land(received: object, src: int) -> torch.Tensor:
-            return expect_tensor(received, moved, shape, src, self._health).view(dtype)
+            tensor = expect_tensor(received, moved, shape, src, self._health)
+            if into is not None:
+                fill(movable(into), tensor)
+            return tensor.view(dtype)
 
         return self._channels.recv_any("device", "recv_any", tag, timeout_s, land)
 

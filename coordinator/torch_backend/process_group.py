@@ -27,6 +27,7 @@ from device_comm import checks
 from device_comm.base import Timeout
 from device_comm.handles import Handle
 from device_comm.movable import movable
+from device_comm.outputs import fill
 from device_comm.process_group import dense
 from device_comm.works import WaiterThreads
 from shm_broadcast.errors import CommError, UsageError
@@ -66,7 +67,7 @@ class _Landing:
             tensors = self._tensors
             if tensors is not None:
                 into, flat = tensors
-                into.copy_(flat.view(into.shape))
+                fill(into, flat)
             self._tensors = None
 
 
@@ -269,12 +270,13 @@ class BackendProcessGroup(TorchCollectives):
         (tensor,) = tensors
 
         def receive(timeout_s: float | None) -> int:
-            with self._calls.call("recv_any", in_line=False):
+            def take(limit_s: float | None) -> tuple[torch.Tensor, int]:
                 checks.check_tensor(tensor, self._parts.device, "recv_any")
+                checks.check_writable(tensor, "recv_any")
                 into = movable(tensor.detach())
-                deadline = timeout_s or self._timeout_s
-                received, src = self._parts.host.recv_any((into.numel(),), into.dtype, _wire(tag), deadline)
-                into.copy_(received.view(into.shape))
+                return self._parts.host.recv_any((into.numel(),), into.dtype, _wire(tag), limit_s, into)
+
+            _, src = self._calls.receive("recv_any", timeout_s or self._timeout_s, take)
             return src
 
         return AnyWork(receive, self.translated)

@@ -41,10 +41,15 @@ class Group(Protocol):
     def irecv(self, tensor: torch.Tensor, src: int | None = None, *, tag: int = 0) -> Handle:
         """Start to receive a tensor."""
 
-    def recv_any(
-        self, size: torch.Size, dtype: torch.dtype, *, tag: int = 0, timeout_s: float | None = None
+    def _recv_any(
+        self,
+        size: torch.Size,
+        dtype: torch.dtype,
+        into: torch.Tensor | None,
+        tag: int,
+        timeout_s: float | None,
     ) -> tuple[torch.Tensor, int]:
-        """Receive a tensor from any rank."""
+        """Receive a tensor from any rank, into `into`."""
 
 
 class CoordinatorProcessGroup(TorchCollectives):
@@ -105,11 +110,11 @@ class CoordinatorProcessGroup(TorchCollectives):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> AnyWork:
         """Receive from any rank, inside the work's `wait`."""
-        group = self.coordinator
+        group, (tensor,) = self.coordinator, tensors
 
         def receive(timeout_s: float | None) -> int:
-            tensor, src = group.recv_any(tensors[0].shape, tensors[0].dtype, tag=tag, timeout_s=timeout_s)
-            tensors[0].detach().copy_(tensor)
+            into = tensor.detach()
+            _, src = group._recv_any(into.shape, into.dtype, into, tag, timeout_s)  # noqa: SLF001 - not public
             return src
 
         return AnyWork(receive)

@@ -199,13 +199,15 @@ class AnyWork(dist.Work):
         self._source = -1
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Receive."""
-        receive, self._receive = self._receive, None
+        """Receive, unless an earlier wait has done so."""
+        receive = self._receive
         if receive is not None:
             try:
                 self._source = receive(seconds(timeout))
             except CommError as error:
                 raise self._translate(error) from error
+            # Nothing is called between the receive and this.
+            self._receive = None
         return True
 
     def synchronize(self) -> None:
@@ -213,11 +215,11 @@ class AnyWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether `wait` was called: until then nothing is received."""
+        """Return whether `wait` has received the tensor: until then nothing is received."""
         return self._receive is None
 
     def source_rank(self) -> int:
-        """Return the rank in the group that sent; -1 before `wait`."""
+        """Return the rank in the group that sent; -1 before `wait` has received."""
         return self._source
 
     def _source_rank(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from coordinator import (
 )
 from tests.handlers import raising_at
 from tests.harness import RankPool, run_ranks
+from tests.torch_groups import torch_world
 from tests.unit.shm_broadcast.test_signal_handlers import FEW, LONG_S, MANY, AlarmError, alarms
 from tests.worlds import FarPool, meet, new_group, run_far, world
 
@@ -43,6 +45,14 @@ FILES = (
     *(f"device_comm/cpu/{name}.py" for name in ("received_tensors", "receiving_any")),
     *(f"shm_broadcast/{name}.py" for name in ("queue", "timeouts", "codec/__init__", "ring/reader", "turn")),
     *(f"shm_broadcast/remote/{name}.py" for name in ("end", "ledger", "reader", "reads")),
+)
+
+# Where a receive from any rank that torch asks for passes outside of its wait: what is raised in that breaks the group.
+ANY_FILES = (
+    *(f"coordinator/torch_interop/{name}.py" for name in ("works", "process_group")),
+    *("coordinator/torch_backend/process_group.py", "coordinator/collectives/point_to_point.py"),
+    *("coordinator/host/shared.py", "device_comm/cpu/received_tensors.py"),
+    *(f"device_comm/{name}.py" for name in ("checks", "movable", "outputs")),
 )
 
 Send = Callable[[GroupCoordinator, int], object]
@@ -324,3 +334,74 @@ def test_a_broadcast_that_does_not_fit_goes_and_one_whose_type_is_refused_stays(
 ) -> None:
     """Also over Gloo, over which a receive cannot be put back: the order of broadcasts keeps it."""
     FarPool(ranks2, places).run(refuse_broadcasts, by_queue)
+
+
+@contextmanager
+def torch_group(rank: int, world_size: int, directory: Path, is_backend: bool) -> Iterator[Any]:
+    """Yield a group as torch knows it: one of the backend, or a group of ours as a process group."""
+    if is_backend:
+        with torch_world(rank, world_size, directory) as group:
+            yield group
+    else:
+        with world(rank, world_size, directory) as everyone:
+            yield everyone.as_process_group()
+
+
+def received_from_any(group: Any, into: torch.Tensor) -> None:
+    """Receive as torch does where no source is named."""
+    work = group.recv_anysource([into], 0)
+    work.wait()
+    assert work.source_rank() == 0
+
+
+def struck_in_any(rank: int, world_size: int, directory: Path, is_backend: bool) -> None:
+    """Receive into a tensor from any rank; a handler raises at each place of the call."""
+    with torch_group(rank, world_size, directory, is_backend) as group:
+        if rank == 0:
+            for number in range(STEPS + 1):
+                group.send([tensor(number)], 1, 0).wait()
+        meet(rank, range(world_size), directory, "sent")
+        for step in range(STEPS) if rank == 1 else ():
+            into = tensor(-1)
+            work = group.recv_anysource([into], 0)
+            is_struck = raising_at(step, work.wait, ANY_FILES)
+            if not work.is_completed():
+                assert is_struck
+                work.wait()
+            assert number_of(into) == step
+            if not is_struck:
+                assert step > 1
+                break
+        meet(rank, range(world_size), directory, "received")
+
+
+@pytest.mark.guarantee("D91", "G41")
+@pytest.mark.parametrize("is_backend", [False, True])
+def test_no_receive_from_any_rank_through_torch_loses_a_message(ranks2: RankPool, is_backend: bool) -> None:
+    """The tensor is filled before the message is taken: whatever a handler raises, the next wait fills it."""
+    ranks2.run(struck_in_any, is_backend, check_leaks=not is_backend)
+
+
+def unfit_for_any(rank: int, world_size: int, directory: Path, is_backend: bool) -> list[float]:
+    """Receive from any rank into a tensor that overlaps itself, then into one that was made in inference mode."""
+    with torch_group(rank, world_size, directory, is_backend) as group:
+        if rank == 0:
+            group.send([tensor(7)], 1, 0).wait()
+        meet(rank, range(world_size), directory, "sent")
+        found: list[float] = []
+        if rank == 1:
+            with pytest.raises(UsageError, match="overlaps itself"):
+                received_from_any(group, torch.zeros(1).expand(4))
+            with torch.inference_mode():
+                into = torch.zeros(4, 2)[:, 0]
+            received_from_any(group, into)
+            found = into.tolist()
+        meet(rank, range(world_size), directory, "received")
+        return found
+
+
+@pytest.mark.guarantee("D91", "G41")
+@pytest.mark.parametrize("is_backend", [False, True])
+def test_a_tensor_that_cannot_be_filled_takes_no_message(ranks2: RankPool, is_backend: bool) -> None:
+    """It is refused before, and one that was made in inference mode is filled."""
+    assert ranks2.run(unfit_for_any, is_backend, check_leaks=not is_backend)[1] == [7.0] * 4

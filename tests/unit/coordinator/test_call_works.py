@@ -1,9 +1,11 @@
 """The works that torch gets for calls of a group on an accelerator."""
 
+from datetime import timedelta
+
 import pytest
 
-from coordinator.torch_interop.works import CallWork
-from shm_broadcast.errors import CommError, PeerLostError
+from coordinator.torch_interop.works import AnyWork, CallWork
+from shm_broadcast.errors import CommError, CommTimeoutError, PeerLostError
 from tests.unit.device_comm.test_async_marks import Device, line_of
 
 IN_CAPTURE = "operation not permitted when stream is capturing"
@@ -64,3 +66,26 @@ def test_a_work_without_a_call_has_succeeded() -> None:
     work = CallWork(None, (), None)
     assert work.is_success()
     assert work.exception() is None
+
+
+@pytest.mark.guarantee("D91")
+def test_a_receive_from_any_rank_that_has_failed_can_be_waited_for_again() -> None:
+    """It is not complete, and its next wait receives; a wait behind that does nothing."""
+    senders: list[int] = []
+
+    def receive(timeout_s: float | None) -> int:
+        senders.append(2 + len(senders))
+        if timeout_s is not None:
+            raise CommTimeoutError("nothing has come", missing=())
+        return senders[-1]
+
+    work = AnyWork(receive, translate)
+    with pytest.raises(TorchError, match="nothing has come"):
+        work.wait(timedelta(seconds=1))
+    assert not work.is_completed()
+    assert work.source_rank() == -1
+    assert work.wait()
+    assert work.wait()
+    assert work.is_completed()
+    assert work.source_rank() == 3
+    assert senders == [2, 3]

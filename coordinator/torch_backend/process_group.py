@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,12 +21,11 @@ from coordinator.host.tags import FIRST_USER_TAG
 from coordinator.torch_backend import monitored_barrier
 from coordinator.torch_backend.errors import for_torch
 from coordinator.torch_interop.collectives import Tensors, TorchCollectives, routed
-from coordinator.torch_interop.works import AnyWork, CallWork, TransferWork
+from coordinator.torch_interop.works import AnyWork, CallWork, Landing, TransferWork
 from device_comm import checks
 from device_comm.base import Timeout
 from device_comm.handles import Handle
 from device_comm.movable import movable
-from device_comm.outputs import fill
 from device_comm.process_group import dense
 from device_comm.works import WaiterThreads
 from shm_broadcast.errors import CommError, UsageError
@@ -39,36 +37,6 @@ BACKEND: Final = "group_coordinator"
 DESTROY_S: Final = 5.0
 # A call that waits notices within this time that the group is closed.
 _CALLS_END_S: Final = 0.3
-
-
-class _Landing:
-    """A receive into a tensor that is not contiguous, by way of one that is."""
-
-    def __init__(self, handle: Handle, into: torch.Tensor, flat: torch.Tensor) -> None:
-        self._handle = handle
-        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (into, flat)
-        # The thread that completes a future and the caller may both find the receive complete; so may a signal handler
-        # while either copies, which then copies the same once more.
-        self._lock = threading.RLock()
-
-    def is_completed(self) -> bool:
-        """Return whether the tensor is filled."""
-        if self._handle.is_completed():
-            self._finish()
-        return self._tensors is None
-
-    def wait(self) -> None:
-        """Wait with the deadline of the receive."""
-        self._handle.wait()
-        self._finish()
-
-    def _finish(self) -> None:
-        with self._lock:
-            tensors = self._tensors
-            if tensors is not None:
-                into, flat = tensors
-                fill(into, flat)
-            self._tensors = None
 
 
 class BackendProcessGroup(TorchCollectives):
@@ -248,7 +216,7 @@ class BackendProcessGroup(TorchCollectives):
             into = movable(tensor.detach())
             flat = into.view(-1) if into.is_contiguous() else into.new_empty(into.numel())
             handle = self._parts.host.irecv_tensor(flat, srcRank, self._timeout_s, _wire(tag))
-            return handle if into.is_contiguous() else _Landing(handle, into, flat)
+            return handle if into.is_contiguous() else Landing(handle, into, flat)
 
         return self._transfer("recv", tensors, srcRank, start)
 

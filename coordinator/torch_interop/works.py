@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from device_comm.handles import Handle, PointToPointHandle
+from device_comm.outputs import fill
 from device_comm.works import WaiterThreads
 from shm_broadcast.errors import ClosedError, CommError
 
@@ -128,6 +130,45 @@ class CallWork(dist.Work):
         return self._outputs
 
 
+class Landing:
+    """A receive into a tensor that is not contiguous, by way of one that is."""
+
+    def __init__(self, handle: Handle, into: torch.Tensor, flat: torch.Tensor) -> None:
+        """Copy `flat`, which `handle` fills, into `into`."""
+        self._handle = handle
+        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (into, flat)
+        # The thread that completes a future and the caller may both find the receive complete; so may a signal handler
+        # while either copies, which then copies the same once more.
+        self._lock = threading.RLock()
+
+    def is_completed(self) -> bool:
+        """Return whether the tensor is filled."""
+        if self._handle.is_completed():
+            self._finish()
+        return self._tensors is None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait with the deadline of the receive, or with another one."""
+        _wait(self._handle, timeout_s)
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            tensors = self._tensors
+            if tensors is not None:
+                into, flat = tensors
+                fill(into, flat)
+            self._tensors = None
+
+
+def _wait(handle: Handle, timeout_s: float | None) -> None:
+    """Wait for a transfer; `timeout_s`, if it is given, takes the place of its deadline, where it has one."""
+    if timeout_s is not None and isinstance(handle, (PointToPointHandle, Landing)):
+        handle.wait(timeout_s)
+    else:
+        handle.wait()
+
+
 class TransferWork(dist.Work):
     """A send or a receive."""
 
@@ -144,12 +185,8 @@ class TransferWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the memory may be used again; `timeout` takes the place of the group's deadline."""
-        handle, within_s = self._handle, seconds(timeout)
         try:
-            if within_s is not None and isinstance(handle, PointToPointHandle):
-                handle.wait(within_s)
-            else:
-                handle.wait()
+            _wait(self._handle, seconds(timeout))
         except CommError as error:
             self._error = self._translate(error)
             raise self._error from error
@@ -226,4 +263,4 @@ class AnyWork(dist.Work):
         return self._source
 
 
-__all__ = ["AnyWork", "CallWork", "TransferWork", "Translate", "seconds", "unchanged"]
+__all__ = ["AnyWork", "CallWork", "Landing", "TransferWork", "Translate", "seconds", "unchanged"]

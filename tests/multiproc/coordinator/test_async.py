@@ -224,7 +224,7 @@ def changed_lists(rank: int, world_size: int, directory: Path) -> list[bool]:
         ]
         parts = list(outputs)
         for each in (tensors, sizes, sent, received, outputs):
-            each.clear()  # type: ignore[attr-defined]
+            each.clear()
         if not rank:
             meet(rank, range(world_size), directory, "changed")
         found = [handle.wait() for handle in handles[1:]]

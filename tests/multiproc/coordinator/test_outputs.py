@@ -374,7 +374,11 @@ def new_group_of_one(group: GroupCoordinator) -> GroupCoordinator:
 @pytest.mark.parametrize("places", ["one host", "two hosts", "a host each"])
 def test_what_was_made_in_inference_mode_is_filled_outside_of_it(ranks3: RankPool, places: str) -> None:
     """By every call that writes, contiguous or not: torch would refuse a copy after the data have moved."""
-    pools = {"one host": ranks3, "two hosts": HostsPool(ranks3, "AAB"), "a host each": ApartPool(ranks3)}
+    pools: dict[str, Any] = {
+        "one host": ranks3,
+        "two hosts": HostsPool(ranks3, "AAB"),
+        "a host each": ApartPool(ranks3),
+    }
     assert pools[places].run(filled_in) == [[]] * 3
 
 

@@ -16,7 +16,7 @@ from coordinator.torch_backend.process_group import BackendProcessGroup
 from tests.harness import RankPool
 from tests.ports import listening_addresses
 from tests.torch_groups import BACKENDS, OURS, torch_world
-from tests.worlds import ApartPool
+from tests.worlds import ApartPool, meet
 
 Answer = Any
 
@@ -158,7 +158,8 @@ def changed_lists(rank: int, world_size: int) -> list[Answer]:
         dist.scatter(part, sent if rank == 1 else None, 1, async_op=True),
         dist.all_gather_coalesced(grid, own, async_op=True),
     ]
-    for each in (*grid, grid, rows, taken, sent, own):
+    lists: list[list[Any]] = [*grid, grid, rows, taken, sent, own]
+    for each in lists:
         each.clear()
     if not rank:
         dist.send(late, 1)
@@ -361,6 +362,30 @@ def nested(rank: int, world_size: int, directory: Path) -> list[Any]:
 def test_a_callback_may_wait_for_another_collective(ranks2: RankPool) -> None:
     """A communication hook does that: the group's thread makes the second call while the callback waits."""
     assert ranks2.run(nested) == [[[2.0, 2.0], [6.0, 6.0]]] * 2
+
+
+def short_wait(rank: int, world_size: int, directory: Path) -> str:
+    """Wait for a short time for a tensor that is never sent, and that is not contiguous here."""
+    with torch_world(rank, world_size, directory) as group:
+        text = ""
+        if rank == 0:
+            with torch.inference_mode():
+                into = torch.zeros(4, 2)[:, 0]
+            group.recv([into], 1, 1).wait(timedelta(seconds=30))
+            assert into.tolist() == [1.0] * 4
+            with pytest.raises(dist.DistBackendError) as late:
+                group.recv([into], 1, 2).wait(timedelta(seconds=0.2))
+            text = str(late.value)
+        else:
+            group.send([torch.ones(4)], 0, 1).wait()
+        meet(rank, range(world_size), directory, "waited")
+        return text
+
+
+@pytest.mark.guarantee("G41")
+def test_a_wait_for_a_receive_keeps_its_own_deadline(ranks2: RankPool) -> None:
+    """Also where what arrives is copied into the tensor, whose receive has the group's deadline of a minute."""
+    assert "within 0.2 s" in ranks2.run(short_wait, check_leaks=False)[0]
 
 
 def late_rank(rank: int, world_size: int, directory: Path) -> list[Any]:

@@ -5,7 +5,7 @@ from itertools import count
 
 import torch
 
-from coordinator.torch_backend.process_group import _Landing
+from coordinator.torch_interop.works import Landing
 from device_comm.handles import CompletedHandle
 from tests.handlers import handling_at
 
@@ -17,8 +17,8 @@ def test_a_signal_handler_may_ask_for_a_receive_that_is_being_finished() -> None
     def step_through() -> None:
         for step in count():
             into = torch.zeros(4, 2)[:, 0]
-            landing = _Landing(CompletedHandle(), into, torch.ones(4))
-            comes = handling_at(step, landing.wait, landing.is_completed, ("torch_backend/process_group.py",))
+            landing = Landing(CompletedHandle(), into, torch.ones(4))
+            comes = handling_at(step, landing.wait, landing.is_completed, ("torch_interop/works.py",))
             assert into.tolist() == [1.0] * 4
             assert landing.is_completed()
             if not comes:

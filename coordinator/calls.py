@@ -21,7 +21,7 @@ from coordinator import gradients
 from device_comm import checks
 from device_comm.async_calls import Aside, CallHandle, CallLine
 from device_comm.health import GroupHealth
-from shm_broadcast.errors import ClosedError, UsageError
+from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
@@ -129,9 +129,12 @@ class Calls:
         logger.debug("%s: refused: %s", self._health.where(name), error, extra=fields)
         if plane is not None:
             error.is_told = True
-            # The refused call has its place behind the calls that are open.
-            health = self._health
-            self._line.follow(name, partial(health.refusals.refuse, health, plane, f"{name}: {error}"))
+            self._take_number(name, error, plane)
+
+    def _take_number(self, name: str, error: CommError, plane: Plane) -> None:
+        """Take the number of the call that `error` refuses, behind the calls that are open, and tell the others."""
+        health = self._health
+        self._line.follow(name, partial(health.refusals.refuse, health, plane, f"{name}: {error}"))
 
     def refuse_unadmitted(self, name: str, error: UsageError) -> NoReturn:
         """Raise `error`, which refuses a collective of the device plane before it was admitted; see `refuse`.
@@ -268,8 +271,13 @@ class Calls:
                 checks.check_tensor(tensor, self._device, name)
             gradients.refuse_lost_gradient(name, args, len(self._health.ranks))
         make = partial(self._make, name, target, args, timeout_s, plane)
-        # On an accelerator the call only queues work, so it does not block.
-        return self._line.submit(name, make, at_once=not on_host and self._device.type != "cpu")
+        try:
+            # On an accelerator the call only queues work, so it does not block.
+            return self._line.submit(name, make, at_once=not on_host and self._device.type != "cpu")
+        except CapabilityError as error:
+            # There is no thread to make it. The other ranks make theirs.
+            self._take_number(name, error, plane)
+            raise
 
 
 class _Call:

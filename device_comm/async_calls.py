@@ -23,7 +23,7 @@ import torch
 from device_comm.health import SLICE_S, GroupHealth
 from device_comm.stages import BUSY, without_place
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, GroupBrokenError, UsageError
-from shm_broadcast.threads import DaemonThread
+from shm_broadcast.threads import DaemonThread, start_thread
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -409,6 +409,10 @@ class CallLine:
             name: Name of the call, for errors.
             call: The function that makes the blocking call.
             at_once: Make the call here, because an accelerator carries it out and the host does not block.
+
+        Raises:
+            CapabilityError: This process can have no further thread. The call is not submitted, the group is intact.
+            Others: As `GroupHealth.check_usable`.
         """
         handle = CallHandle(self._health, name, call, self._device)
         if at_once or self._is_alone:
@@ -432,11 +436,15 @@ class CallLine:
         raise ClosedError(f"{self._health.where(name)}: the group was destroyed")
 
     def _start(self) -> None:
-        """Start the thread, unless a signal handler that runs meanwhile starts one or ends them."""
+        """Start the thread, unless a signal handler that runs meanwhile starts one or ends them.
+
+        Raises:
+            CapabilityError: This process can have no further thread.
+        """
         inbox: SimpleQueue[CallHandle[Any] | None] = SimpleQueue()
         thread = DaemonThread(self._serve, f"group-coordinator-{self._health.name}-calls", (inbox,))
         try:
-            thread.start()
+            start_thread(thread, f"for the asynchronous calls of {self._health.name!r}")
         except BaseException:
             # If the thread runs nevertheless, this ends it. The next call tries again.
             inbox.put(None)

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from coordinator import DisagreementError, GroupCoordinator, ReduceOperation, UsageError
+from coordinator import CapabilityError, DisagreementError, GroupCoordinator, ReduceOperation, UsageError
+from shm_broadcast.threads import DaemonThread
 from tests.harness import RankPool
 from tests.worlds import ApartPool, meet, new_group, world
 
@@ -219,6 +221,29 @@ def refuse_behind(rank: int, world_size: int, directory: Path) -> None:
 def test_a_refused_asynchronous_call_keeps_its_place(ranks2: RankPool) -> None:
     """It takes its number behind the calls that were open, and before those that follow."""
     ranks2.run(refuse_behind)
+
+
+def refuse_without_a_thread(rank: int, world_size: int, directory: Path) -> None:
+    """Let rank 0 make its first asynchronous call where this process can have no further thread."""
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        if rank == 0:
+            refused = mock.patch.object(
+                DaemonThread, "start", side_effect=RuntimeError("can't start new thread")
+            )
+            with refused, pytest.raises(CapabilityError, match="can't start new thread"):
+                group.all_reduce(torch.ones(4), async_op=True)
+        else:
+            with pytest.raises(
+                DisagreementError, match="rank 0 refused all_reduce: no thread could be started"
+            ):
+                group.all_reduce(torch.ones(4), async_op=True).wait()
+        assert group.all_reduce(torch.full((4,), 2.0), async_op=True).wait()[0].item() == 2.0 * world_size
+
+
+@pytest.mark.guarantee("D69")
+def test_a_call_for_which_there_is_no_thread_is_refused_on_all_ranks(ranks2: RankPool) -> None:
+    """It takes its number, and the next call of this rank is not taken for it."""
+    ranks2.run(refuse_without_a_thread)
 
 
 @pytest.fixture(scope="module")

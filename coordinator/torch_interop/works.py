@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -15,6 +14,7 @@ from device_comm.handles import Handle, PointToPointHandle
 from device_comm.outputs import fill
 from device_comm.works import WaiterThreads
 from shm_broadcast.errors import ClosedError, CommError
+from shm_broadcast.interruption import raised_by_handler
 
 if TYPE_CHECKING:
     from device_comm.async_calls import CallHandle
@@ -108,8 +108,14 @@ class CallWork(dist.Work):
             return done
         # The callback below orders the streams of these devices behind the call.
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self._handle.devices)
-        complete = partial(future.set_result, None)
-        threads = self._threads
+        threads, pending = self._threads, [future]
+
+        def complete() -> None:
+            try:
+                completed = pending.pop()
+            except IndexError:  # a thread has done it, though its start has failed here
+                return
+            completed.set_result(None)
 
         def done_on_a_thread(_: object) -> None:
             try:
@@ -118,6 +124,11 @@ class CallWork(dist.Work):
                     return
             except ClosedError:
                 pass  # the group was destroyed: no callback can start a call any more, and it may run here
+            except BaseException as refused:
+                complete()
+                if isinstance(refused, RuntimeError) and not raised_by_handler(refused):
+                    return  # there is no thread to be had: a callback that waits here raises
+                raise
             complete()
 
         self._handle.get_future().add_done_callback(done_on_a_thread)

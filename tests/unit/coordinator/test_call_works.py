@@ -1,10 +1,14 @@
 """The works that torch gets for calls of a group on an accelerator."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import cast
 
 import pytest
+import torch
 
 from coordinator.torch_interop.works import AnyWork, CallWork
+from device_comm.works import WaiterThreads
 from shm_broadcast.errors import CommError, CommTimeoutError, PeerLostError
 from tests.unit.device_comm.test_async_marks import Device, line_of
 
@@ -89,3 +93,28 @@ def test_a_receive_from_any_rank_that_has_failed_can_be_waited_for_again() -> No
     assert work.is_completed()
     assert work.source_rank() == 3
     assert senders == [2, 3]
+
+
+class NoThreads:
+    """Threads of which none can be started, or none is known to be."""
+
+    def __init__(self, *, runs: bool) -> None:
+        self._runs = runs
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Raise as the system's refusal; the job may have run nevertheless."""
+        if self._runs:
+            job()
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.guarantee("G41")
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_future_is_completed_where_no_thread_can_be_had(runs: bool) -> None:
+    """Its callbacks then run where the call has ended; torch would drop the error, and the future never come."""
+    line = line_of(Device(), torch.device("cpu"))
+    threads = cast("WaiterThreads", NoThreads(runs=runs))
+    work = CallWork(line.submit("all_reduce", lambda: None, at_once=True), ["result"], threads)
+    future = work.get_future()
+    assert future.done()
+    assert future.value() == ["result"]

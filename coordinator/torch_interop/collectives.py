@@ -147,16 +147,19 @@ class TorchCollectives(ProcessGroupBase):
         call: Callable[[DeviceCommunicator, Timeout], Any],
         outputs: Sequence[Any],
         *inputs: Any,
+        is_loop: bool = False,
     ) -> CallWork:
         """Make or queue a call of the group's communicator, with the deadline that `opts` states.
 
-        `outputs` and `inputs` hold all tensors that the call uses.
+        `outputs` and `inputs` hold all tensors that the call uses. `is_loop` says that it makes a collective for each
+        output, so that an error between two of them leaves it halfway.
         """
         own_s = None if opts is None else seconds(opts.timeout)
         timeout_s = self.default_s if own_s is None else own_s
         translate = self.translated if timeout_s is None else partial(self.translated, within_s=timeout_s)
         try:
-            make = partial(self._in_turn, name, call, self._communicator(), (outputs, inputs))
+            is_several = is_loop and len(outputs) > 1
+            make = partial(self._in_turn, name, call, self._communicator(), is_several, (outputs, inputs))
             is_later = getattr(opts, "asyncOp", True)
             made = self._calls.run(name, make, timeout_s=timeout_s, async_op=is_later)
         except CommError as error:
@@ -168,11 +171,12 @@ class TorchCollectives(ProcessGroupBase):
         name: str,
         call: Callable[[DeviceCommunicator, Timeout], Any],
         there: DeviceCommunicator,
-        tensors: tuple[Sequence[Any], Sequence[Any]],
+        is_several: bool,
+        _tensors: object,
         *,
         timeout_s: Timeout,
     ) -> None:
-        """Make the calls of the communicator behind those of other threads, within the deadline.
+        """Make the call, which may be several of the communicator, behind those of other threads, within the deadline.
 
         An asynchronous call finds its tensors in the arguments, to keep their memory.
         """
@@ -184,7 +188,7 @@ class TorchCollectives(ProcessGroupBase):
             try:
                 with Turn(self._turn, SLICE_S):
                     stages = partial(call, there, until(end))
-                    if len(tensors[0]) > 1:
+                    if is_several:
                         in_stages(health, Operation("device", name, 0), stages)
                     else:
                         stages()
@@ -208,7 +212,7 @@ class TorchCollectives(ProcessGroupBase):
                 else:
                     reducer(op, there).all_reduce_(tensor, op, timeout_s=timeout_s)
 
-        return self._run("all_reduce", opts, call, tensors)
+        return self._run("all_reduce", opts, call, tensors, is_loop=True)
 
     @routed
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> CallWork:
@@ -231,7 +235,7 @@ class TorchCollectives(ProcessGroupBase):
                 if result is not None:
                     _fill(tensor, result)
 
-        return self._run("reduce", opts, call, tensors)
+        return self._run("reduce", opts, call, tensors, is_loop=True)
 
     @routed
     def reduce_scatter(
@@ -244,7 +248,7 @@ class TorchCollectives(ProcessGroupBase):
             for output, whole in zip(outputs, inputs, strict=True):
                 _scatter_sum(there, output, whole, op, timeout_s)
 
-        return self._run("reduce_scatter", opts, call, outputs, inputs)
+        return self._run("reduce_scatter", opts, call, outputs, inputs, is_loop=True)
 
     @routed
     def reduce_scatter_single_coalesced(
@@ -280,7 +284,7 @@ class TorchCollectives(ProcessGroupBase):
             for tensor in tensors:
                 there.broadcast(tensor, root, timeout_s=timeout_s)
 
-        return self._run("broadcast", opts, call, tensors)
+        return self._run("broadcast", opts, call, tensors, is_loop=True)
 
     @routed
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
@@ -290,7 +294,7 @@ class TorchCollectives(ProcessGroupBase):
             for parts, own in zip(outputs, inputs, strict=True):
                 _fill_all(parts, there.all_gather(own.unsqueeze(0), 0, timeout_s=timeout_s))
 
-        return self._run("all_gather", opts, call, outputs, inputs)
+        return self._run("all_gather", opts, call, outputs, inputs, is_loop=True)
 
     @routed
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
@@ -320,7 +324,7 @@ class TorchCollectives(ProcessGroupBase):
             for output, own in zip(outputs, inputs, strict=True):
                 _gather_rows(there, output, own.reshape(1, -1), timeout_s)
 
-        return self._run("all_gather", opts, call, outputs, inputs)
+        return self._run("all_gather", opts, call, outputs, inputs, is_loop=True)
 
     @routed
     def allgather_into_tensor_coalesced(

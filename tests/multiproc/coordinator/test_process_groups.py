@@ -204,3 +204,33 @@ def asked_by_two_threads(rank: int, world_size: int, directory: Path, name: str)
 def test_two_first_accesses_at_once_get_one_process_group(name: str) -> None:
     """Each thread made one, and so did a signal handler inside of the creation, which is refused."""
     assert run_ranks(asked_by_two_threads, 1, name) == [[True, ["UsageError"]]]
+
+
+def unfit_outputs(rank: int, world_size: int, directory: Path) -> list[float]:
+    """Let rank 0 give two calls an output into which nothing can be copied."""
+    with world(rank, world_size, directory) as group:
+        pg: Any = group.as_process_group()
+        x = torch.full((2,), rank + 1.0)
+
+        def outputs() -> list[torch.Tensor]:
+            return [torch.zeros(1).expand(2) if rank == 0 else torch.zeros(2), torch.zeros(2)]
+
+        calls: list[Callable[[], Any]] = [
+            lambda: pg.alltoall(outputs(), [x, x]).wait(),
+            lambda: pg.allgather_coalesced([outputs(), outputs()], [x, x]).wait(),
+        ]
+        found = []
+        for call in calls:
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="single memory location"):
+                    call()
+            else:
+                call()
+            found.append(group.all_reduce(torch.ones(1)).item())
+        return found
+
+
+@pytest.mark.guarantee("D10")
+def test_an_error_behind_the_only_collective_of_a_call_leaves_the_group_whole(ranks2: RankPool) -> None:
+    """The call has several outputs and is one collective, which is over on all ranks."""
+    assert ranks2.run(unfit_outputs) == [[2.0, 2.0]] * 2

@@ -106,13 +106,31 @@ class SharedMemoryCommunicator(DeviceCommunicator):
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor of any content; a large one in memory that was used before, if there is any."""
-        return self._fresh(shape, dtype, math.prod(shape) * dtype.itemsize)
+        return self._fresh(shape, dtype, math.prod(shape) * dtype.itemsize, is_of_call=False)
 
-    def _fresh(self, shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
-        """Return a new tensor of any content; a large one in memory that was used before, if there is any."""
-        if nbytes < POOLED_BYTES:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        return torch.frombuffer(self._pool.take(nbytes), dtype=dtype).view(shape)
+    def _fresh(
+        self, shape: Sequence[int], dtype: torch.dtype, nbytes: int, *, is_of_call: bool = True
+    ) -> torch.Tensor:
+        """Return what `allocate` does. If there is no memory for a tensor of a call, this rank refuses the call."""
+        try:
+            if nbytes < POOLED_BYTES:
+                return torch.empty(shape, dtype=dtype, device=self.device)
+            return torch.frombuffer(self._pool.take(nbytes), dtype=dtype).view(shape)
+        except Exception as error:
+            if is_of_call:
+                self._region.refuse_unmade("a call", error)
+            raise
+
+    def _dense(self, tensor: torch.Tensor, *, in_rows: bool = False) -> torch.Tensor:
+        """Return the tensor's values in contiguous memory. If there is none for a copy, this rank refuses the call.
+
+        `in_rows`: a 0-dim tensor counts as one of shape [1].
+        """
+        try:
+            return dense(tensor.reshape(1) if in_rows and tensor.dim() == 0 else tensor)
+        except Exception as error:
+            self._region.refuse_unmade("a call", error)
+            raise
 
     def _fresh_like(self, source: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """Return a new tensor as `source` with `size` in dimension `dim`; see `_fresh`."""
@@ -145,7 +163,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         return super().all_reduce(input_, op, timeout_s=timeout_s)
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
-        source = input_ if is_plain(input_) else dense(input_)
+        source = input_ if is_plain(input_) else self._dense(input_)
         result = self._fresh(source.shape, source.dtype, source.nbytes)
         self._reduce_into("all_reduce", source, result, op, timeout_s)
         return result
@@ -156,7 +174,9 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         if not is_plain(output):
             super()._all_reduce_into(output, input_, op, timeout_s)
             return
-        self._reduce_into("all_reduce", input_ if is_plain(input_) else dense(input_), output, op, timeout_s)
+        self._reduce_into(
+            "all_reduce", input_ if is_plain(input_) else self._dense(input_), output, op, timeout_s
+        )
 
     def all_reduce_into_output(
         self,
@@ -219,7 +239,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor | None:
-        source = input_ if is_plain(input_) else dense(input_)
+        source = input_ if is_plain(input_) else self._dense(input_)
         result = None
         if self.rank_in_group == dst:
             result = self._fresh(source.shape, source.dtype, source.nbytes)
@@ -229,7 +249,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     def _reduce_scatter(
         self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
-        source = _rows(input_)
+        source = self._dense(input_, in_rows=True)
         result = self._fresh_like(source, dim, sizes[self.rank_in_group])
         self._scatter_reduced(source, result, dim, sizes, op, timeout_s)
         return result
@@ -246,7 +266,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         if not is_plain(output):
             super()._reduce_scatter_into(output, input_, dim, sizes, op, timeout_s)
             return
-        self._scatter_reduced(_rows(input_), output, dim, sizes, op, timeout_s)
+        self._scatter_reduced(self._dense(input_, in_rows=True), output, dim, sizes, op, timeout_s)
 
     def _scatter_reduced(
         self,
@@ -286,7 +306,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         return super().all_gather(input_, dim, timeout_s=timeout_s)
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
-        source = _rows(input_)
+        source = self._dense(input_, in_rows=True)
         result = self._fresh_like(source, dim, sum(sizes))
         self._move("all_gather", _core.ALL_GATHER, source, result, dim, sizes, timeout_s)
         return result
@@ -297,10 +317,12 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         if not is_plain(output):
             super()._all_gather_into(output, input_, dim, sizes, timeout_s)
             return
-        self._move("all_gather", _core.ALL_GATHER, _rows(input_), output, dim, sizes, timeout_s)
+        self._move(
+            "all_gather", _core.ALL_GATHER, self._dense(input_, in_rows=True), output, dim, sizes, timeout_s
+        )
 
     def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: Timeout) -> torch.Tensor | None:
-        source = _rows(input_)
+        source = self._dense(input_, in_rows=True)
         sizes = (source.shape[dim],) * self.world_size
         result = self._fresh_like(source, dim, sum(sizes)) if self.rank_in_group == dst else None
         self._move("gather", _core.GATHER, source, result, dim, sizes, timeout_s, root=dst)
@@ -316,8 +338,8 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         timeout_s: float | None,
     ) -> None:
         into = output.detach()
-        landing = into if is_plain(into) else into.new_empty(into.shape)
-        source = None if input_ is None else dense(input_)
+        landing = into if is_plain(into) else self._fresh(into.shape, into.dtype, into.nbytes)
+        source = None if input_ is None else self._dense(input_)
         self._move("scatter", _core.SCATTER, source, landing, dim, sizes, timeout_s, root=src)
         if landing is not into:
             fill(into, landing)
@@ -347,7 +369,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
-        source = _rows(input_)
+        source = self._dense(input_, in_rows=True)
         result = self._fresh_like(source, dim, sum(recv_sizes))
         sizes = (*send_sizes, *recv_sizes)
         self._move("all_to_all", _core.ALL_TO_ALL, source, result, dim, sizes, timeout_s)
@@ -366,11 +388,13 @@ class SharedMemoryCommunicator(DeviceCommunicator):
             super()._all_to_all_into(output, input_, dim, send_sizes, recv_sizes, timeout_s)
             return
         sizes = (*send_sizes, *recv_sizes)
-        self._move("all_to_all", _core.ALL_TO_ALL, _rows(input_), output, dim, sizes, timeout_s)
+        self._move(
+            "all_to_all", _core.ALL_TO_ALL, self._dense(input_, in_rows=True), output, dim, sizes, timeout_s
+        )
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         into = tensor.detach()
-        landing = into if is_plain(into) else dense(into)
+        landing = into if is_plain(into) else self._dense(into)
         code = copy_code(tensor.dtype)
         begin = partial(self._core.broadcast, landing.data_ptr(), as_bytes(landing).numel(), code, src)
         self._make("broadcast", begin, timeout_s)
@@ -401,11 +425,6 @@ class SharedMemoryCommunicator(DeviceCommunicator):
 
     def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
         return irecv_into(tensor.detach(), self._channels, src, TENSOR_TAG, timeout_s, self._health)
-
-
-def _rows(input_: torch.Tensor) -> torch.Tensor:
-    """Return the input dense; a 0-dim one as of shape [1]."""
-    return dense(input_.reshape(1) if input_.dim() == 0 else input_)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

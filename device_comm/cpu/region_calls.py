@@ -11,7 +11,8 @@ from typing import Final
 from device_comm import _core
 from device_comm.health import Arrival, GroupHealth, Operation
 from device_comm.stages import BUSY, NESTED, without_place
-from shm_broadcast.errors import ClosedError, DisagreementError
+from shm_broadcast.errors import ClosedError, CommError, DisagreementError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.status.shown_calls import StatusLane
 
 # How long a thread pauses between tries while another one is in a call. Engines call from one thread.
@@ -106,7 +107,7 @@ class RegionCalls:
             raise
 
     def unwind(self, name: str, error: BaseException, left: int) -> None:
-        """Break the group if `error`, which ends a caller of `core`, leaves a call unfinished.
+        """Break the group if `error`, which ends a caller of `core`, leaves a call unfinished; refuse one not begun.
 
         An exception of a signal handler does so if it strikes after a call has begun and before the wait for
         it. All methods of the group and of the communicator deal with such an exception here.
@@ -119,6 +120,10 @@ class RegionCalls:
                 breaks the group.
         """
         if not left:
+            traceback = error.__traceback__
+            if traceback is not None and traceback.tb_next is None:
+                # Native code has raised it, which it does only where no call was begun.
+                self.refuse_unmade(name, error)
             return
         self._health.left_halfway(Operation(self._plane, name, left), error)
         if not self._health.is_broken:
@@ -184,6 +189,15 @@ class RegionCalls:
         If another thread is in a call, that is the number after its call.
         """
         self.core.refuse(reason.encode()[: _core.REASON_BYTES])
+
+    def refuse_unmade(self, name: str, error: BaseException) -> None:
+        """Refuse the call `name` if `error`, which has ended it before it was begun, says that it cannot be made.
+
+        Otherwise the others would combine that call with the next one of this rank. The errors of this package have
+        been dealt with, and a call that a signal handler has ended is not one that this rank could not make.
+        """
+        if isinstance(error, Exception) and not isinstance(error, CommError) and not raised_by_handler(error):
+            self.refuse(f"{name}: {type(error).__name__}: {error}")
 
     def catch_up(self) -> None:
         """Tell the others of refusals whose turn has come; see `Plane`."""

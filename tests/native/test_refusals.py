@@ -1,13 +1,15 @@
-"""What a rank's native end keeps of calls that were refused, for its threads and for the other ranks."""
+"""What a rank's native end compares and keeps of calls, for its threads and for the other ranks."""
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from device_comm import _core
+from device_comm.cpu.native_codes import TYPE_CODES
 from tests.native.test_shared_region import GIVE_UP_S, everybody, finish, regions
 
 
@@ -87,3 +89,43 @@ def test_a_call_that_was_left_is_told_from_one_further_out() -> None:
     assert end.leave() == 1
     assert end.resume(0) == _core.PENDING
     assert end.barrier() == _core.NESTED
+
+
+@pytest.mark.guarantee("D13")
+@pytest.mark.parametrize("kind", [_core.REDUCE_SCATTER, _core.ALL_GATHER, _core.SCATTER])
+def test_rows_and_widths_that_are_exchanged_are_another_layout(kind: int) -> None:
+    """4 rows of 8 bytes and 8 rows of 4 bytes, all of them of the first rank, are as many bytes."""
+    tensors = [torch.zeros(8, dtype=torch.float32) for _ in range(2)]
+    shapes = [(4, (8, 0)), (8, (4, 0))]
+
+    def call(rank: int, end: _core.SharedRegion) -> int:
+        address = tensors[rank].data_ptr()
+        return finish(end, end.move(kind, address, address, *shapes[rank], TYPE_CODES[torch.float32], 0, 0))
+
+    assert everybody(regions(2), call) == [_core.DISAGREE] * 2
+
+
+@pytest.mark.parametrize("allocations", range(1, 8))
+def test_a_finalizer_may_close_the_region_while_its_last_calls_are_listed(allocations: int) -> None:
+    """Up to Python 3.11 the collector runs at an allocation, such as that of an entry, of which no more follow then."""
+    ends = regions(4)
+    everybody(ends, lambda _rank, end: finish(end, end.barrier()))
+
+    class Closing:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            ends[0].close(False)
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    Closing()
+    try:
+        gc.set_threshold(gc.get_count()[0] + allocations)
+        found = ends[0].last_calls()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert found == [(1, 0)] * len(found)
+    gc.collect()
+    assert ends[0].last_calls() == []

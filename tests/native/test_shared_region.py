@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
 import struct
@@ -242,46 +241,6 @@ def test_an_exchange_whose_sizes_do_not_match_moves_nothing(
         assert widths == (told if is_wrong else None)
         assert bool(result.all()) or is_wrong
         assert not (is_wrong and result.any())
-
-
-@pytest.mark.guarantee("D13")
-@pytest.mark.parametrize("kind", [_core.REDUCE_SCATTER, _core.ALL_GATHER, _core.SCATTER])
-def test_rows_and_widths_that_are_exchanged_are_another_layout(kind: int) -> None:
-    """4 rows of 8 bytes and 8 rows of 4 bytes, all of them of the first rank, are as many bytes."""
-    tensors = [torch.zeros(8, dtype=torch.float32) for _ in range(2)]
-    shapes = [(4, (8, 0)), (8, (4, 0))]
-
-    def call(rank: int, end: _core.SharedRegion) -> int:
-        address = tensors[rank].data_ptr()
-        return finish(end, end.move(kind, address, address, *shapes[rank], TYPE_CODES[torch.float32], 0, 0))
-
-    assert everybody(regions(2), call) == [_core.DISAGREE] * 2
-
-
-@pytest.mark.parametrize("allocations", range(1, 8))
-def test_a_finalizer_may_close_the_region_while_its_last_calls_are_listed(allocations: int) -> None:
-    """Up to Python 3.11 the collector runs at an allocation, such as that of an entry, of which no more follow then."""
-    ends = regions(4)
-    everybody(ends, lambda _rank, end: finish(end, end.barrier()))
-
-    class Closing:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            ends[0].close(False)
-
-    thresholds = gc.get_threshold()
-    gc.collect()
-    Closing()
-    try:
-        gc.set_threshold(gc.get_count()[0] + allocations)
-        found = ends[0].last_calls()
-    finally:
-        gc.set_threshold(*thresholds)
-    assert found == [(1, 0)] * len(found)
-    gc.collect()
-    assert ends[0].last_calls() == []
 
 
 def test_widths_are_told_of_exchanges_alone() -> None:

@@ -99,16 +99,16 @@ void post_refusals(Object* object, SharedRegion::Refusals& refused) {
     object->region->refuse(refused);
 }
 
-// Ends a call that is complete, or that was refused on all ranks; returns its status.
+// Ends a call that is complete, or that was refused on all ranks; returns its status. It never raises: an exception that `start`
+// sets says that no call was begun.
 long end_call(Object* object) {
     const bool disagrees = object->call->disagrees();
     show_end(object, disagrees ? status::Outcome::kDisagreed : status::Outcome::kDone);
     delete object->call;
     object->call = nullptr;
     // Keep the posts of this step before posting any refusal, which begins the next step.
-    const bool is_kept = !disagrees || keep_posts(object);
+    if (disagrees) keep_posts(object);
     if (object->deferred != nullptr && !object->deferred->empty()) post_refusals(object, *object->deferred);
-    if (!is_kept) return -1;
     return disagrees ? kDisagree : kDone;
 }
 

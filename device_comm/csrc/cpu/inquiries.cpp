@@ -49,7 +49,7 @@ PyObject* last_calls(PyObject* self, PyObject*) {
     });
 }
 
-bool keep_posts(Object* object) {
+void keep_posts(Object* object) {
     SharedRegion& shared = *object->region;
     const uint32_t ranks = shared.ranks();
     try {
@@ -68,10 +68,8 @@ bool keep_posts(Object* object) {
         // A thread reads its disagreement at once, unless a handler's exception ends its call before that.
         if (object->disagreements->size() > kMostKept) object->disagreements->pop_back();
     } catch (const std::bad_alloc&) {
-        PyErr_NoMemory();
-        return false;
+        // The call is over on all ranks: the error says that they disagree, without their views.
     }
-    return true;
 }
 
 // disagreement() -> for each rank ((number, code, count, detail), (sent, expected) of an exchange or None, reason of a refusal),

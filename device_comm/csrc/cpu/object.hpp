@@ -64,9 +64,8 @@ long start(Object* object, Plan&& plan, uint64_t code);
 // Returns kDone if a new call may begin, otherwise the status to return.
 long refusal(Object* object);
 
-// Keeps what the ranks have posted in the current step for the thread that made the call; returns false with an exception set
-// if there is no memory.
-bool keep_posts(Object* object);
+// Keeps what the ranks have posted in the current step for the thread that made the call, if there is memory for that.
+void keep_posts(Object* object);
 
 // Sets the kernel of a plan; returns false with an exception set if there is none.
 bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan);

@@ -1,6 +1,7 @@
 """A collective that one rank refuses is refused on all ranks, and the next call works."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,7 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from coordinator import CapabilityError, DisagreementError, GroupCoordinator, ReduceOperation, UsageError
+from coordinator import (
+    CapabilityError,
+    CommError,
+    DisagreementError,
+    GroupCoordinator,
+    ReduceOperation,
+    UsageError,
+)
 from shm_broadcast.threads import DaemonThread
 from tests.harness import RankPool
 from tests.worlds import ApartPool, meet, new_group, world
@@ -154,6 +162,84 @@ def refuse_one(rank: int, world_size: int, directory: Path, name: str) -> None:
 def test_a_refused_call_is_refused_on_all_ranks(ranks2: RankPool, name: str) -> None:
     """The others raise for that call, with rank and reason; every later call has the right result."""
     ranks2.run(refuse_one, name)
+
+
+class NoBlocks:
+    """Stands for a pool of memory on a machine that has none left."""
+
+    def take(self, nbytes: int) -> None:
+        raise MemoryError(f"no {nbytes} bytes")
+
+
+def without_blocks(group: GroupCoordinator, call: Call) -> None:
+    """Make a call for whose result there is no memory."""
+    with mock.patch.object(group.device_communicator, "_pool", NoBlocks()):
+        call(group)
+
+
+def without_a_begin(group: GroupCoordinator) -> None:
+    """Let native code raise where it would begin a call, as it does without memory for that."""
+    region: Any = vars(group.device_communicator)["_region"]
+    region.make("all_reduce", partial(int, "no number"), 30.0)
+
+
+def large(group: GroupCoordinator) -> torch.Tensor:
+    return group.all_gather(torch.ones(1 << 17))
+
+
+ENDLESS = 1 << 45
+
+# A call that is right, and one that fails on a rank that lacks memory for it.
+LACKING: dict[str, tuple[Call, Call]] = {
+    "a copy of what all_reduce gets": (
+        lambda group: group.all_reduce(torch.ones(4)),
+        lambda group: group.all_reduce(torch.ones(1).expand(ENDLESS)),
+    ),
+    "a copy of what reduce_scatter gets": (
+        lambda group: group.reduce_scatter(torch.ones(4)),
+        lambda group: group.reduce_scatter(torch.ones(1).expand(ENDLESS)),
+    ),
+    "a copy of what all_to_all gets": (
+        lambda group: group.all_to_all(torch.ones(4)),
+        lambda group: group.all_to_all(torch.ones(1).expand(ENDLESS)),
+    ),
+    "a result": (large, lambda group: without_blocks(group, large)),
+    "a result of async all_gather": (
+        large,
+        lambda group: without_blocks(
+            group, lambda group: group.all_gather(torch.ones(1 << 17), async_op=True).wait()
+        ),
+    ),
+    "the call itself": (lambda group: group.all_reduce(torch.ones(4)), without_a_begin),
+}
+
+
+def lack_memory(rank: int, world_size: int, directory: Path, what: str) -> None:
+    """Let the last rank fail in the second of three calls before it begins."""
+    good, wrong = LACKING[what]
+    with world(rank, world_size, directory) as everyone, new_group(everyone, timeout_s=30.0) as group:
+        for step in range(3):
+            if step == 1 and rank == world_size - 1:
+                with pytest.raises((RuntimeError, MemoryError, ValueError)) as lacking:
+                    wrong(group)
+                assert not isinstance(lacking.value, CommError)
+            elif step == 1:
+                with pytest.raises(DisagreementError, match=f"rank {world_size - 1} refused ") as refused:
+                    good(group)
+                assert "Error: " in str(refused.value)
+            else:
+                good(group)
+            assert group.all_reduce(torch.tensor(float(step))).item() == step * world_size
+            assert group.all_gather_object(step) == [step] * world_size
+
+
+@pytest.mark.guarantee("D69")
+@pytest.mark.parametrize("what", LACKING)
+def test_a_call_that_lacks_memory_before_it_begins_is_refused_on_all_ranks(
+    ranks2: RankPool, what: str
+) -> None:
+    """The rank raises what torch or Python raises there; the others raise with that reason, and the next call works."""
+    ranks2.run(lack_memory, what)
 
 
 def refuse_often(rank: int, world_size: int, directory: Path) -> None:

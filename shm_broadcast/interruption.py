@@ -29,7 +29,8 @@ def raised_by_handler(error: BaseException) -> bool:
     # Frames that still run are left out: reading their variables would keep these alive. `error` is often
     # among them, and a reference cycle would then keep it alive too.
     running = set()
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - there is no public way to the calling frames
+    # Not this frame: it holds the set, and the two would keep all callers, with their variables, for the collector.
+    frame: FrameType | None = sys._getframe().f_back  # noqa: SLF001 - there is no public way to the calling frames
     while frame is not None:
         running.add(frame)
         frame = frame.f_back

@@ -83,7 +83,9 @@ def routed(
     def call(self: Own, /, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
         device = _device_of(args)
         if device is None or device == self.device_type:
-            return method(self, *map(_kept, args), **options)
+            # A blocking call is over before its caller can change anything.
+            is_open = getattr(options.get("opts", args[-1] if args else None), "asyncOp", True)
+            return method(self, *(map(_kept, args) if is_open else args), **options)
         there: Callable[Arguments, Result] = getattr(self.beside(device), method.__name__)
         return there(*args, **options)
 
@@ -124,6 +126,8 @@ class TorchCollectives(ProcessGroupBase):
         self._threads = threads
         # A blocking call in one thread and the group's own thread may meet; torch's groups allow that.
         self._turn = threading.RLock()
+        # Entered again and again: making one takes 0.4 us of the 8 us of a small sum.
+        self._in_line = Turn(self._turn, SLICE_S)
 
     def beside(self, device: str) -> dist.ProcessGroup:
         """Return the process group of the same ranks for tensors on `device`."""
@@ -183,19 +187,22 @@ class TorchCollectives(ProcessGroupBase):
         health = there.context.health
         if is_held(self._turn):
             raise without_place(health, name, NESTED)
-        end = time.monotonic() + (timeout_s or there.context.timeout_s)
+        # Only a call that has to wait asks for the time: this is a part of each small sum.
+        end: float | None = None
         while True:
             try:
-                with Turn(self._turn, SLICE_S):
-                    stages = partial(call, there, until(end))
+                with self._in_line:
+                    limit_s = timeout_s if end is None else until(end)
                     if is_several:
-                        in_stages(health, Operation("device", name, 0), stages)
+                        in_stages(health, Operation("device", name, 0), partial(call, there, limit_s))
                     else:
-                        stages()
+                        call(there, limit_s)
                     return
             except TakenError:
                 health.check_usable(name)
-                if time.monotonic() >= end:
+                now = time.monotonic()
+                end = now - SLICE_S + (timeout_s or there.context.timeout_s) if end is None else end
+                if now >= end:
                     raise without_place(health, name, BUSY) from None
 
     # ------------------------------------------------------------------ reductions

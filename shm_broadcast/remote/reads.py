@@ -197,8 +197,11 @@ class RemoteReads(RemoteEnd):
 class _Loan(LoanBlock):
     """The block in which a message is on loan. Its object is a copy, so that nothing has to be let go at the end.
 
-    `hold` is the number of the thread that has the message on loan; None outside of the block.
+    Attributes:
+        hold: The number of the thread that has the message on loan; None outside of the block.
     """
+
+    hold: int | None
 
     def __init__(self, reader: RemoteReads, timeout_s: float | None) -> None:
         self._reader = reader

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from coordinator.bootstrap.blocking_calls import UNREADABLE
 from coordinator.heartbeats.handshake import TOKEN_BYTES, Meeting, Target, listen_at
 from shm_broadcast.errors import NativeError
 
@@ -76,7 +77,7 @@ def open_connections(
 def _target(told: bytes, partner: int, where: str) -> Target:
     try:
         endpoint = _decoder.decode(told)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise NativeError(
             f"{where}: rank {partner} of the group told no address for its connections: {error}",
             library="torch.distributed",

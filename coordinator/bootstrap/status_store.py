@@ -87,7 +87,7 @@ class WorldStatusStore:
                 raise
             if within_s >= ANSWER_S:
                 self._reachable = False
-        except (NativeError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except NativeError as error:
             if raised_by_handler(error):
                 raise
             # The store is gone, or holds a value that is none of ours: the caller continues with what it knows itself.

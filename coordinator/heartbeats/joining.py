@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
+from coordinator.bootstrap.blocking_calls import UNREADABLE, run_interruptibly, torch_error
 from coordinator.heartbeats.handshake import TOKEN_BYTES, Meeting, Target, listen_at
 from coordinator.heartbeats.links import Link
 from coordinator.heartbeats.watching import Heartbeats
@@ -120,7 +120,7 @@ def _exchanged(
 
     try:
         return run_interruptibly(exchange, "heartbeats", check_time)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         if raised_by_handler(error):
             raise
         raise torch_error(f"{where}: the store holds no page of a partner: {error}", "Store") from error

@@ -29,6 +29,7 @@ from coordinator.bootstrap.agreement.attendance import Attendance
 from coordinator.bootstrap.agreement.outcomes import Complete, Dissent, Failure, Outcome, Proposal
 from coordinator.bootstrap.agreement.views import Places, View, Views, unable
 from coordinator.bootstrap.blocking_calls import (
+    UNREADABLE,
     ask_store,
     clone_hint,
     no_check,
@@ -81,9 +82,7 @@ _UNTOLD: Final = (
     CapabilityError,
     CommTimeoutError,
     NativeError,
-    msgspec.MsgspecError,
-    UnicodeDecodeError,
-    RecursionError,
+    *UNREADABLE,
 )
 
 
@@ -155,7 +154,7 @@ def agree(
             agreement.leave(error)
         agreement.add_stacks(error)
         raise
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         agreement.leave(error)
         text = (
             f"{where}: the rendezvous store holds a value that no rank of this version has written: {error}"

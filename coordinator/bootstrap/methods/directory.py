@@ -36,7 +36,7 @@ from typing import Final
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import finish_calls
+from coordinator.bootstrap.blocking_calls import UNREADABLE, finish_calls
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CommTimeoutError, UsageError
 from shm_broadcast.interruption import raised_by_handler
@@ -421,7 +421,7 @@ def _is_full(generation: Path, world_size: int) -> bool:
 def _read_owner(generation: Path) -> Owner | None:
     try:
         return msgspec.json.decode((generation / "owner").read_bytes(), type=Owner)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         if raised_by_handler(error):
             raise
         return None

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.bootstrap.blocking_calls import UNREADABLE, ask_store
 from coordinator.diagnosis.hosts_check.records import Link, Plan, RankFacts
 from shm_broadcast.errors import DecodeError
 
@@ -62,7 +62,7 @@ class Gathering:
             if len(content) > _MOST_BYTES:
                 raise DecodeError(f"the store holds {len(content)} bytes under {key}")
             return msgspec.json.decode(content, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise DecodeError(f"the store holds something else under {key}: {error}") from error
 
     def has(self, key: str) -> bool:

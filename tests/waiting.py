@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DEADLINE_S", "has_ended", "running", "sleeping_in", "wait_until"]
+__all__ = ["DEADLINE_S", "has_ended", "running", "sleep_until", "sleeping_in", "wait_until"]
 
 DEADLINE_S = 60.0
 """A wait budget that is longer than any awaited event takes, even on a busy machine."""
@@ -28,6 +29,31 @@ def wait_until(
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {timeout_s:g} s for {what}")
         time.sleep(poll_s)
+
+
+class _Woken(BaseException):
+    """Another thread wakes one that sleeps."""
+
+
+def sleep_until(condition: Callable[[], Any], what: str) -> None:
+    """Sleep in one call of the main thread until `condition`, which another thread evaluates, is true."""
+    sleeper = threading.get_ident()
+
+    def wake() -> None:
+        wait_until(condition, what, poll_s=0.05)
+        signal.pthread_kill(sleeper, signal.SIGUSR1)
+
+    def woken(*_: object) -> None:
+        raise _Woken
+
+    before = signal.signal(signal.SIGUSR1, woken)
+    waker = threading.Thread(target=wake)
+    try:
+        waker.start()
+        time.sleep(2 * DEADLINE_S)
+    except _Woken:
+        waker.join()
+    signal.signal(signal.SIGUSR1, before)
 
 
 def has_ended(pid: int) -> bool:

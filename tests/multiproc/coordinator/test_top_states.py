@@ -25,7 +25,7 @@ from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.status.layout import TABLES
 from shm_broadcast.status.page import own_page
 from tests.harness import RankPool, run_ranks
-from tests.waiting import has_ended, wait_until
+from tests.waiting import has_ended, sleep_until, wait_until
 from tests.worlds import meet, new_group, world
 
 INTERVAL_S = 1.0
@@ -127,8 +127,8 @@ def four_states(rank: int, world_size: int, directory: Path, done: str) -> None:
         meet(rank, range(world_size), Path(done).parent, "begins")
         # Rank 0 waits for the others.
         if rank == 1:
-            while not Path(done).exists():
-                time.sleep(0.2)
+            # One sleep, because a look at a process that wakes up finds it nowhere in the kernel.
+            sleep_until(Path(done).exists, "the end of the test")
         while rank == 2 and not Path(done).exists():
             # One call of C code for about 0.1 s, which holds the GIL.
             pow(7, 400_000)

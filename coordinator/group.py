@@ -129,8 +129,9 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         use_message_queue_broadcaster: bool,
         group_name: str | None,
         settings: CoordinatorSettings,
+        beside: GroupParts | None = None,
     ) -> None:
-        """Create this rank's group in `world`; see the constructor for the other arguments."""
+        """Create this rank's group in `world`; see the constructor and `create_parts` for the other arguments."""
         membership = find_membership(group_ranks, world.rank, world.size)
         if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank < 0:
             raise UsageError(f"local_rank must be the index of a device, not {local_rank!r}")
@@ -151,6 +152,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
                     backend=torch_distributed_backend,
                     use_device_communicator=use_device_communicator,
                     settings=settings,
+                    beside=beside,
                 )
                 self._bind(made[0], group_ranks, local_rank, torch_distributed_backend, settings)
             self.use_device_communicator = use_device_communicator
@@ -226,7 +228,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
                 backend=backend,
                 use_device_communicator=True,
                 settings=settings,
-                host_ids=None if beside is None else beside._parts.host_ids,  # noqa: SLF001 - ours
+                beside=None if beside is None else beside._parts,  # noqa: SLF001 - ours
                 create_timeout_s=create_timeout_s,
             )
             for plan, parts in zip(plans, made, strict=True):
@@ -588,7 +590,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         world, backend = self._parts.world or world_of_torch(), self.torch_distributed_backend
         on_device = self.use_device_communicator
         group._create(  # noqa: SLF001 - ours
-            world, group_ranks, self.local_rank, backend, on_device, False, name, self.settings
+            world, group_ranks, self.local_rank, backend, on_device, False, name, self.settings, self._parts
         )
         return group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Final
@@ -28,14 +28,14 @@ from coordinator.security.requirement import check_plaintext
 from coordinator.security.store import generation_facts
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
-from device_comm.health import SLICE_S
+from device_comm.health import SLICE_S, GroupHealth, Operation
 from device_comm.registry import communicator_name
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.liveness import PeerWatch, name_host, this_process
 from shm_broadcast.reports.failure_record import failure_of
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 # The name of the call, for the texts of the other ranks' errors.
 _WHAT: Final = "creating groups"
@@ -53,7 +53,7 @@ def create_parts(
     backend: str,
     use_device_communicator: bool,
     settings: CoordinatorSettings,
-    host_ids: Mapping[int, str] | None = None,
+    beside: GroupParts | None = None,
     create_timeout_s: float | None = None,
 ) -> None:
     """Create this rank's groups in one step. Collective over all ranks of every plan.
@@ -74,7 +74,8 @@ def create_parts(
         backend: torch backend of the device groups.
         use_device_communicator: Whether tensor operations may use a communicator written for the device.
         settings: Settings of every group.
-        host_ids: Host id of each rank, if already known.
+        beside: A group of all of these ranks, if there is one: it knows their host ids, and nothing is created once it
+            is broken or closed. Its error is then raised on every rank.
         create_timeout_s: How long this creation may take, in seconds; None for what the settings say. What the groups
             do later has the deadlines of the settings.
     """
@@ -92,15 +93,17 @@ def create_parts(
     named = {rank for plan in plans for rank in plan.membership.everyone}
     everyone = sorted(named or range(world.size))
     stores = [dist.PrefixStore(_scope(plan), store) for plan in plans]
+    check_parent = partial(_check_parent, None if beside is None else beside.health)
+    check_parent(asks=False)
     builders, agreed = list[GroupBuilder](), threading.Event()
     with ExitStack() as offered:
         try:
             with declining(dist.PrefixStore(prefix, store), what, world.rank):
-                regions, address = _prepare(plans, world, brief, host_ids or {}, offered)
+                regions, address = _prepare(plans, world, brief, beside, offered)
             offers = msgspec.json.encode([region.offer for region in regions]).decode()
             own = View(every_fact, this_process(), address, shared_memory.host_id(), offers)
             started = time.perf_counter()
-            views = _agree(world, prefix, what, everyone, own, brief, agreed)
+            views = _agree(world, prefix, what, everyone, own, brief, agreed, check_parent)
             agreement_s = time.perf_counter() - started
             given = partial(GroupBuilder, world=world, device=device, backend=backend, settings=settings)
             given = partial(given, create_timeout_s=create_timeout_s)
@@ -124,6 +127,17 @@ def create_parts(
             raise
 
 
+def _check_parent(parent: GroupHealth | None, *, asks: bool = True) -> None:
+    """Raise if the group whose ranks create others, if there is one, cannot be used.
+
+    With `asks` it asks the status store whether another rank has broken that group.
+    """
+    if parent is not None:
+        parent.check_usable(_WHAT)
+        if asks:
+            parent.check_record(Operation("host", _WHAT, 0))
+
+
 def _scope(plan: GroupPlan) -> str:
     """Return what precedes the keys of a group in the store of its world."""
     return f"group_coordinator/{plan.name}"
@@ -133,7 +147,7 @@ def _prepare(
     plans: Sequence[GroupPlan],
     world: World,
     settings: CoordinatorSettings,
-    host_ids: Mapping[int, str],
+    beside: GroupParts | None,
     offered: ExitStack,
 ) -> tuple[list[shared_memory.Preparation], str]:
     """Return what this rank brings to the agreement: the memory of its groups, and its address."""
@@ -144,6 +158,7 @@ def _prepare(
         )
     name_host(settings.host_id)
     begin_record(world.lasting_store, world.rank, settings)
+    host_ids = {} if beside is None else beside.host_ids
     regions = [prepare_region(plan, host_ids, offered) for plan in plans]
     return regions, own_address(settings.interface, world.store)
 
@@ -156,6 +171,7 @@ def _agree(
     own: View,
     settings: CoordinatorSettings,
     agreed: threading.Event,
+    check_parent: Callable[[], None],
 ) -> Views:
     """Exchange views with `ranks`, below `prefix` in the store, over a connection of its own."""
     store = world.store
@@ -181,6 +197,7 @@ def _agree(
             agreed,
             connect,
             check_store=heartbeats.check_store,
+            check_parent=check_parent,
         )
     check_plaintext(settings, store, views.spans_hosts, what)
     return views

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.agreement import outcomes
 from coordinator.bootstrap.agreement.attendance import Attendance
-from coordinator.bootstrap.agreement.outcomes import Complete, Dissent, Failure, Outcome, Proposal
+from coordinator.bootstrap.agreement.outcomes import Broken, Complete, Dissent, Failure, Outcome, Proposal
 from coordinator.bootstrap.agreement.views import Places, View, Views, unable
 from coordinator.bootstrap.blocking_calls import (
     UNREADABLE,
@@ -98,6 +98,7 @@ def agree(
     connect: Callable[[], AbstractContextManager[dist.Store]] | None = None,
     reported: PeerWatch | None = None,
     check_store: Callable[[], None] = no_check,
+    check_parent: Callable[[], None] = no_check,
 ) -> Views:
     """Exchange views with all of `ranks`.
 
@@ -115,6 +116,7 @@ def agree(
         connect: Lends a connection to `store` that no other thread uses; None opens one.
         reported: Who else knows of ranks that are lost, if `watch` is None.
         check_store: Raises `NativeError` once the host of the store is lost.
+        check_parent: Raises what has broken the group whose ranks agree, if they have one already. From any thread.
 
     Returns:
         What this rank knows of the others, without the facts, which are equal.
@@ -126,6 +128,7 @@ def agree(
         PeerLostError: A rank died meanwhile, or was interrupted; `.peers` names it.
         CapabilityError: A rank could not take part, this one perhaps for lack of a thread; see `decline`.
         NativeError: The store is gone, and no known rank has died; or it holds what no rank has written.
+        Others: As `check_parent`, on every rank.
     """
     where = f"creating {what} (rank {rank})"
     refusal = refusal_to_watch(view.process)
@@ -143,6 +146,7 @@ def agree(
         agreed or threading.Event(),
         reported,
         check_store,
+        check_parent,
         refusal,
     )
     try:
@@ -237,6 +241,7 @@ class _Agreement:
     _agreed: threading.Event
     _reported: PeerWatch | None
     _check_store: Callable[[], None]
+    _check_parent: Callable[[], None]
     # Why this rank cannot watch processes.
     _refusal: CapabilityError | None
     # Whether the others may have seen this rank, once that is decided by the thread that joins or by the
@@ -244,6 +249,7 @@ class _Agreement:
     _joins: dict[str, bool] = dataclasses.field(default_factory=dict)
     _started: float = dataclasses.field(default_factory=time.monotonic)
     _next_look_s: float = LOOK_EVERY_S
+    _next_parent_s: float = LOOK_EVERY_S
     _next_claim_s: float = 0.0
     # Whether it is this rank that lists who is missing.
     _lists: bool = False
@@ -333,10 +339,15 @@ class _Agreement:
         try:
             self.raise_if_lost()
         except PeerLostError as error:
+            # A rank may have ended because the parent is broken: the rank at fault for that counts.
+            self._raise_if_broken()
             lost = list(error.peers)
             self._tell(lambda came: outcomes.Left(came, lost, self._end_of(lost)), ANSWER_S)
             raise
         waited_s = time.monotonic() - self._started
+        if waited_s >= self._next_parent_s:
+            self._next_parent_s = waited_s + LOOK_EVERY_S
+            self._raise_if_broken()
         if waited_s >= self._hung_after_s:
             raise self._unanswered()
         is_late = waited_s >= self._timeout_s
@@ -356,6 +367,16 @@ class _Agreement:
                 raise
             if time.monotonic() - self._started >= self._timeout_s:
                 raise self._unanswered() from None
+
+    def _raise_if_broken(self) -> None:
+        """Raise what has broken the parent, if anything has, and tell the others, who may not see that themselves."""
+        try:
+            self._check_parent()
+        except CommError as error:
+            if not raised_by_handler(error):
+                reason = str(error)
+                self._tell(lambda came: Broken(came, reason), ANSWER_S)
+            raise
 
     def leave(self, error: BaseException) -> None:
         """Tell the others that `error` makes this rank leave, if they may have seen it. Takes `LEAVE_S` at most.
@@ -509,6 +530,8 @@ class _Agreement:
                     break
                 pause_s *= 2
                 told = store.add("told", 0)
+        if isinstance(failure, Broken):
+            self._check_parent()
         refusal = self._refusal
         if refusal is not None and isinstance(failure, outcomes.Refused) and failure.reason == str(refusal):
             return refusal

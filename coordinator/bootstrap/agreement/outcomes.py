@@ -21,11 +21,13 @@ from shm_broadcast.errors import (
     CommError,
     CommTimeoutError,
     DisagreementError,
+    GroupBrokenError,
     PeerLostError,
 )
 
 __all__ = [
     "KEY",
+    "Broken",
     "Complete",
     "Dissent",
     "Failure",
@@ -101,6 +103,22 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
         return PeerLostError(f"{where}: {noun} {listed} {self.reason}", peers=self.ranks)
 
 
+class Broken(msgspec.Struct, frozen=True, tag="broken"):
+    """A failure has broken the group whose ranks create a further one. A rank that finds its record raises that.
+
+    Attributes:
+        came: As of `Dissent`.
+        reason: The error of the rank that has written this.
+    """
+
+    came: int
+    reason: str
+
+    def error(self, where: str, timeout_s: float) -> CommError:
+        """Return an error with the reason."""
+        return GroupBrokenError(f"{where}: {self.reason}")
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A rank cannot take part.
 
@@ -144,7 +162,7 @@ class Missing(msgspec.Struct, frozen=True, tag="missing"):
 
 
 # Why the ranks do not agree. `error` returns what a rank raises, whose text begins with where it is.
-Failure = Dissent | Left | Refused | Missing
+Failure = Dissent | Left | Broken | Refused | Missing
 Outcome = Complete | Failure
 
 _outcome_decoder: Final = msgspec.json.Decoder(Outcome)

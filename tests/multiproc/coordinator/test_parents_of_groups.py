@@ -1,0 +1,122 @@
+"""Ranks that create groups among themselves notice that the group which they have already is broken."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator import GroupCoordinator, ParallelGroups
+from coordinator.layout import ParallelLayout
+from tests.handlers import Interrupt, alarm
+from tests.harness import RankPool
+from tests.waiting import wait_until
+from tests.worlds import ApartPool, outcome_of, world
+
+WITHIN_S = 10.0
+"""Until a rank that waits in vain has its error; a creation waits for 300 s."""
+
+
+def sub_group(group: GroupCoordinator) -> None:
+    group.create_subgroup([0, 1])
+
+
+def split(group: GroupCoordinator) -> None:
+    group.split_group([[0, 1], [2, 3]])
+
+
+def layout(group: GroupCoordinator) -> None:
+    ParallelGroups.create(ParallelLayout(tensor=4), world=group)
+
+
+CREATIONS = {"sub_group": sub_group, "split": split, "layout": layout}
+
+
+def interrupted(group: GroupCoordinator) -> None:
+    """Wait for a message that never comes until a signal handler raises."""
+
+    def interrupt() -> None:
+        raise Interrupt
+
+    try:
+        with alarm(0.1, interrupt):
+            group.recv(torch.Size([1]), torch.float32, 0)
+    except Interrupt:
+        return
+    raise AssertionError("the call was not interrupted")
+
+
+def breaks(rank: int, world_size: int, directory: Path, creation: str, ends: bool) -> dict[str, Any] | None:
+    """Interrupt rank 3 in a call of the group while the others create groups; rank 0 ends at its error if `ends`."""
+    create: Callable[[GroupCoordinator], None] = CREATIONS[creation]
+    with world(rank, world_size, directory) as group:
+        group.barrier()
+        found = None
+        if rank == 3:
+            interrupted(group)
+        else:
+            # The last one to come finds rank 0 ended when it looks for the first time.
+            time.sleep(0.7 * rank)
+            found = outcome_of(lambda: create(group))
+            if rank == 0 and ends:
+                os._exit(3)
+        # Nobody leaves before all have their error, which must not be that somebody has left.
+        (directory / f"has-ended-{rank}").touch()
+        for other in (1, 2, 3) if ends else range(4):
+            wait_until((directory / f"has-ended-{other}").exists, f"the error of rank {other}")
+        return found
+
+
+def check(found: dict[str, Any]) -> None:
+    assert (found["kind"], found["peers"]) == ("PeerLostError", [3]), found
+    assert "interrupted: rank 3 (Interrupt)" in found["text"]
+    assert found["seconds"] < WITHIN_S
+
+
+@pytest.mark.guarantee("G39")
+@pytest.mark.parametrize("creation", CREATIONS)
+@pytest.mark.parametrize("place", ["one host", "four hosts"])
+def test_a_creation_ends_with_the_failure_of_the_group_that_its_ranks_have(
+    ranks4: RankPool, creation: str, place: str
+) -> None:
+    """All ranks that wait for the interrupted one raise what a call of the group would, and not a time-out."""
+    pool = ranks4 if place == "one host" else ApartPool(ranks4)
+    *waiting, own = pool.run(breaks, creation, False)
+    assert own is None
+    for found in waiting:
+        check(found)
+
+
+@pytest.mark.guarantee("G39")
+@pytest.mark.parametrize("place", ["one host", "four hosts"])
+def test_the_rank_at_fault_for_a_creation_is_named_behind_the_end_of_one_that_had_noticed_it(
+    ranks4: RankPool, place: str
+) -> None:
+    """Rank 0 ends its process when it has its error. Ranks 1 and 2 name rank 3 all the same."""
+    pool = ranks4 if place == "one host" else ApartPool(ranks4)
+    _, second, third, _ = pool.run(breaks, "sub_group", True, expect_dead=[0])
+    check(second)
+    check(third)
+
+
+def closes(rank: int, world_size: int, directory: Path) -> dict[str, Any] | None:
+    """Destroy the group in a handler while rank 0 creates a sub-group; rank 1 never comes."""
+    with world(rank, world_size, directory) as group:
+        if rank == 1:
+            wait_until((directory / "has-ended").exists, "the error of rank 0")
+            return None
+        with alarm(0.1, group.destroy):
+            found = outcome_of(lambda: group.create_subgroup([0]))
+        (directory / "has-ended").touch()
+        return found
+
+
+@pytest.mark.guarantee("G39")
+def test_a_creation_ends_when_the_group_of_its_ranks_is_destroyed(ranks2: RankPool) -> None:
+    """It raises as any call that waits while the group is destroyed."""
+    found, _ = ranks2.run(closes)
+    assert found["kind"] == "ClosedError"
+    assert found["seconds"] < WITHIN_S

@@ -370,7 +370,12 @@ class Part(Generic[Groups]):
         try:
             self._ending.quiesce(self._step_s / 2)
             self._free(number, self.line.members)
-        except CommError as error:
+        except BaseException as error:
+            if not isinstance(error, CommError) or raised_by_handler(error):
+                self._refuse(
+                    number, f"rank {self.note.rank} was interrupted ({type(error).__name__})", TELL_S
+                )
+                raise
             fields = log_fields(rank=self.note.rank, call="commit")
             reason = str(error).removeprefix(f"{self._where}: ")
             logger.warning("%s: %s", self._where, reason, extra=fields)
@@ -378,9 +383,6 @@ class Part(Generic[Groups]):
             if isinstance(error, CudaError):
                 self.discard()
                 raise
-        except BaseException as error:
-            self._refuse(number, f"rank {self.note.rank} was interrupted ({type(error).__name__})", TELL_S)
-            raise
         finally:
             self._ending.destroy()
             self._ending.follow(self.line.epoch, number)
@@ -389,6 +391,8 @@ class Part(Generic[Groups]):
         try:
             self._meeting(number).refuse(reason, timeout_s)
         except (CapabilityError, CommTimeoutError, NativeError) as error:
+            if raised_by_handler(error):
+                raise
             fields = log_fields(rank=self.note.rank, call="commit")
             logger.warning("the others wait for this rank: %s", error, extra=fields)
 

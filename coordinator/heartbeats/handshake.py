@@ -214,11 +214,11 @@ class Meeting:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
         except OSError as error:
             if raised_by_handler(error):
                 raise
+            if isinstance(error, (BlockingIOError, ConnectionError)):
+                return
             raise _refused(self._purpose, error) from error
         try:
             guest = _Guest(connection)

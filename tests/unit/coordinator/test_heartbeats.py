@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -171,6 +172,29 @@ def test_what_the_check_raises_ends_the_handshake() -> None:
     with pytest.raises(PeerLostError):
         meeting.run(check, "test", PROMPT_S)
     assert _descriptors() == before
+
+
+def test_an_error_of_a_handler_in_a_handshake_arrives_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is a `ConnectionError`, as a stranger that has closed its connection causes."""
+
+    def lose(*_: object) -> None:
+        raise PeerLostError("of another group", peers=(5,))
+
+    listener, accept = listen_at("127.0.0.1"), socket.socket.accept
+
+    def struck(self: socket.socket) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", struck)
+    before = signal.signal(signal.SIGUSR1, lose)
+    try:
+        with socket.create_connection(listener.getsockname()):
+            meeting = Meeting(0, listener, bytes(32), [1], {})
+            with pytest.raises(PeerLostError, match="of another group"):
+                meeting.run(no_check, "test", PROMPT_S)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_host_that_refuses_connections_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

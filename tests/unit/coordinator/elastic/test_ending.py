@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -71,6 +72,29 @@ def test_the_end_of_an_epoch_is_named_once(caplog: pytest.LogCaptureFixture) -> 
     (record,) = caplog.records
     assert record.getMessage() == "the end of epoch 0: rank 1 is gone"
     assert store.get("1/rest/0") == b"rank 1 is gone"
+
+
+@pytest.mark.guarantee("D10")
+def test_an_error_of_a_handler_in_the_end_of_an_epoch_arrives_unchanged() -> None:
+    """Though the end itself raises errors of that type, behind which the change goes on."""
+
+    def lose(*_: object) -> None:
+        raise PeerLostError("of another group", peers=(5,))
+
+    store, me = dist.HashStore(), this_process()
+    struck = NOTHING._replace(quiesce=lambda _: signal.raise_signal(signal.SIGUSR1))
+    line, note = Line(store, 0, 0, (), (), 1), Note(me, {}, {}, 0, 0, rank=0)
+    before = signal.signal(signal.SIGUSR1, lose)
+    try:
+        with (
+            closing(PeerWatch(me, {})) as watch,
+            closing(Part(line, note, watch, mock.Mock(), struck, 1.0)) as part,
+            pytest.raises(PeerLostError, match="of another group"),
+        ):
+            part.finish(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert store.get("1/rest/0") == b"rank 0 was interrupted (PeerLostError)"
 
 
 @pytest.mark.guarantee("D88")

@@ -607,9 +607,9 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
 
     def _destroy(self, within_s: float | None) -> None:
         """Release everything, unless that was begun before; None takes the time that the settings give."""
-        if self._is_ending or self._health.is_inherited:
+        if self._is_ending or self._health.is_inherited or self._is_ending:
             return
-        # No function is called between the look at the flag and the `try`, so no signal handler can run in
+        # No function is called between the last look at the flag and the `try`, so no signal handler can run in
         # between: the call that sets the flag also releases the group. A signal handler that raises in the
         # `try`, as Ctrl-C does, ends only the waits; everything is then released without waiting.
         self._is_ending = True

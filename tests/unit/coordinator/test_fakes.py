@@ -25,10 +25,30 @@ from coordinator import (
 )
 from coordinator.groups import DIMENSIONS
 from coordinator.testing import FakeGroupCoordinator, fake_groups
+from device_comm.health import GroupHealth
 from tests.fake_groups import TABLE, tensor_dict
 from tests.strict import STRICT
 
 ROOT = pathlib.Path(__file__).parents[3]
+
+
+@pytest.mark.guarantee("G9")
+def test_a_handler_that_destroys_a_group_as_it_begins_to_end_is_the_only_one_to_release_it(
+    group: FakeGroupCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second release at the same time could skip what must be closed."""
+    struck = iter([True])
+
+    def strike(self: GroupHealth) -> bool:
+        if next(struck, False):
+            group.destroy()
+        return False
+
+    releases = list[float]()
+    monkeypatch.setattr(GroupHealth, "is_inherited", property(strike))
+    monkeypatch.setattr(group, "_release", releases.append)
+    group.destroy()
+    assert len(releases) == 1
 
 
 # --- who it is ------------------------------------------------------------------------------------------------

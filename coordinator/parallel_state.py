@@ -161,10 +161,11 @@ def _create_world_group(
     local_rank: int, backend: str, settings: CoordinatorSettings, spent: Mapping[str, float], joined: bool
 ) -> None:
     """Create the group of all ranks; if it fails, leave the world if this start has `joined` it."""
-    group = None
+    # Python runs signal handlers between the end of a constructor and the assignment of what it has made.
+    group = GroupCoordinator.__new__(GroupCoordinator)
     try:
         everyone = [list(range(dist.get_world_size()))]
-        group = GroupCoordinator(
+        group.__init__(  # type: ignore[misc]
             everyone, _local_rank(local_rank), backend, True, group_name="world", settings=settings
         )
         group.creation = group.creation.plus(**spent)
@@ -174,7 +175,7 @@ def _create_world_group(
         set_world_group(group)
     except BaseException:
         try:
-            destroy_together([] if group is None else [group])
+            group.destroy()
         finally:
             if joined:
                 leave_world()

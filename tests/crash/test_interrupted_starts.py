@@ -14,6 +14,7 @@ from coordinator import parallel_state
 from coordinator.bootstrap import blocking_calls, fork_guard, rendezvous
 from coordinator.bootstrap.methods.directory import DirectoryRendezvous
 from coordinator.bootstrap.rendezvous import init_world, join_later, leave_world
+from coordinator.group import GroupCoordinator
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_tp_group,
@@ -169,6 +170,27 @@ def test_an_interrupt_while_the_world_is_logged_leaves_the_world(ranks2: RankPoo
     """Its group is there, but nobody has it. The next start has a group of the world."""
     for found in ranks2.run(interrupted_behind_the_world):
         assert found == ["KeyboardInterrupt", True, False, False] * 2
+
+
+def interrupted_behind_the_constructor(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Interrupt a start when the group of the world is made, but is not assigned to anything yet."""
+    made, initialise = list[GroupCoordinator](), GroupCoordinator.__init__
+
+    def struck(self: GroupCoordinator, *args: Any, **options: Any) -> None:
+        initialise(self, *args, **options)
+        made.append(self)  # so that the collector does not destroy it
+        raise KeyboardInterrupt
+
+    with mock.patch.object(GroupCoordinator, "__init__", struck):
+        join = partial(init_distributed_environment, 1, 0, f"file://{directory}/meet-{rank}", backend="gloo")
+        kind = outcome_of(join)["kind"]
+    return [kind, [group._health.is_closed for group in made], dist.is_initialized()]
+
+
+@pytest.mark.guarantee("G37")
+def test_an_interrupt_as_the_group_of_the_world_is_made_ends_the_group(ranks2: RankPool) -> None:
+    """Else the other ranks would wait for this one until the deadline of their next call."""
+    assert ranks2.run(interrupted_behind_the_constructor) == [["KeyboardInterrupt", [True], False]] * 2
 
 
 def followed_by_the_next_world(rank: int, world_size: int, directory: Path) -> list[str]:

@@ -13,9 +13,9 @@ import msgspec
 import torch
 
 from device_comm.health import EXPLAIN_S, SLICE_S
-from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
+from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError, UsageError
 from shm_broadcast.interruption import raised_by_handler
-from shm_broadcast.liveness import PeerWatch
+from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.threads import DaemonThread, start_thread
 
 Result = TypeVar("Result")
@@ -52,10 +52,11 @@ def run_interruptibly(
 
     Raises:
         CapabilityError: This process can have no further thread.
+        UsageError: This process is a forked child, which a signal handler has made while this waited.
         Exception: What `action` or `check` raises.
     """
     outcome: Future[Result] = Future()
-    is_dropped = False
+    is_dropped, forks = False, fork_count()
 
     def body(outcome: Future[Result]) -> None:
         # If the caller was interrupted before this thread began, this sees it; else `finish_calls` sees this thread.
@@ -78,17 +79,29 @@ def run_interruptibly(
         start_thread(thread, f"for {name!r}")
         while True:
             thread.join(0.1)
+            _refuse_inherited(name, forks)
             if not thread.is_alive():
                 return outcome.result()
             check()
     except BaseException:
         is_dropped = True
-        outcome.add_done_callback(drop)  # now, or once there is a result
+        # In a forked child the thread of the parent may hold the lock of `outcome`.
+        if forks == fork_count():
+            outcome.add_done_callback(drop)  # now, or once there is a result
         raise
     finally:
         # An error in `outcome` refers to both frames, and so keeps the caller's store alive until the garbage
         # collector runs. A rank that tries again would find its own port in use.
         del outcome
+
+
+def _refuse_inherited(name: str, forks: int) -> None:
+    """Raise if a signal handler has forked this process: the thread of a call then runs in its parent only."""
+    if forks != fork_count():
+        raise UsageError(
+            f"{name!r} belongs to the process that forked this one; a forked child must create its own groups, "
+            "or be started with spawn"
+        )
 
 
 def pause_after(waited_s: float) -> float:

@@ -120,7 +120,8 @@ def create_parts(
             try:
                 # If all ranks had just agreed, the others wait in groups that this rank has not begun.
                 rest = list(zip(plans, stores, strict=True))[len(builders) :] if agreed.is_set() else []
-                give_up(builders, error, [status_store(*each) for each in rest])
+                if not world.is_inherited:
+                    give_up(builders, error, [status_store(*each) for each in rest], beside)
             except BaseException:  # one more interrupt
                 undo(builders)
                 raise
@@ -263,7 +264,10 @@ def _facts(
 
 
 def give_up(
-    builders: Sequence[GroupBuilder], error: BaseException, unbuilt: Sequence[WorldStatusStore] = ()
+    builders: Sequence[GroupBuilder],
+    error: BaseException,
+    unbuilt: Sequence[WorldStatusStore] = (),
+    beside: GroupParts | None = None,
 ) -> None:
     """Undo what was built, and publish the reason to ranks that wait for this one in any of the groups.
 
@@ -271,8 +275,10 @@ def give_up(
         builders: The groups that this rank has begun to build.
         error: The reason.
         unbuilt: The status stores of groups that the ranks have agreed on, and that this rank has not begun to build.
+        beside: The group whose ranks create these. If it is broken, that is the reason.
     """
     records = [builder.health.failure_record for builder in builders]
+    records += [] if beside is None else [beside.health.failure_record]
     known = next((record for record in records if record is not None), None)
     for builder in builders:
         if not builder.health.is_broken:

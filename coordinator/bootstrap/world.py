@@ -19,7 +19,7 @@ from coordinator.bootstrap.rendezvous import is_started_elastic, world_processes
 from coordinator.heartbeats.watching import Heartbeats
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import ClosedError, UsageError
-from shm_broadcast.liveness import ProcessIdentity, name_host
+from shm_broadcast.liveness import ProcessIdentity, fork_count, name_host
 from shm_broadcast.status.page import own_page
 
 
@@ -80,6 +80,12 @@ class World:
         self._heartbeats: dict[float, Heartbeats] = {}
         own_page().set_rank(rank, size)
         self.is_torch: bool = leave is None
+        self._forks = fork_count()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Return whether this is a copy in a forked child, which must not use the store."""
+        return self._forks != fork_count()
 
     @property
     def store(self) -> dist.Store:
@@ -186,9 +192,12 @@ class World:
             self._leave = leave
 
     def leave(self) -> None:
-        """Leave a world of our own and let go of its store. Idempotent; does nothing in the world of torch."""
+        """Leave a world of our own and let go of its store. Idempotent; does nothing in the world of torch.
+
+        In a forked child it does nothing either.
+        """
         store, leave = self._store, self._leave
-        if store is None or leave is None:
+        if store is None or leave is None or self.is_inherited:
             return
         try:
             leave()

@@ -31,7 +31,7 @@ from coordinator.torch_backend.process_group import BACKEND, BackendProcessGroup
 from device_comm.cpu import shared_memory
 from device_comm.health import FOREVER_S
 from shm_broadcast.errors import CommError, UsageError
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity, name_host, this_process
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
 
 # A deadline of zero has no meaning for the creation of a group.
 _SHORTEST_S: Final = 0.001
@@ -82,6 +82,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
     # A store may be used again for a group of the same name, after the first one was destroyed.
     number = ask_store(lambda: same.add(f"uses/{rank}", 1), where, timeout_s)
     store = dist.PrefixStore(str(number), same)
+    forks = fork_count()
     builders, made, agreed = list[GroupBuilder](), list[GroupParts](), threading.Event()
     # From here on only `made` holds a group that nobody has yet, and so could destroy.
     with kept(made):
@@ -118,7 +119,8 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
             except BaseException as error:
                 try:
                     unbuilt = [status_store(plan, store)] if agreed.is_set() and not builders else []
-                    give_up(builders, error, unbuilt)
+                    if forks == fork_count():  # not in a child that a signal handler has forked
+                        give_up(builders, error, unbuilt)
                 except BaseException:  # one more interrupt
                     undo(builders)
                     raise

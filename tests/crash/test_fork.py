@@ -297,6 +297,54 @@ def test_a_handler_that_forks_inside_of_a_call_leaves_the_parent_its_call(
         assert total == (2 * small()).tolist()
 
 
+def fork_in_a_creation(rank: int, world_size: int, directory: Path, method: str, does: str) -> list[Any]:
+    """Let a handler of rank 0 fork while it waits for rank 1 in a creation, which comes once the child has left it."""
+    parallel_state.init_distributed_environment(
+        world_size, rank, method.format(directory=directory), backend="gloo"
+    )
+    group, parent, report = parallel_state.get_world_group(), os.getpid(), directory / "report"
+    error: BaseException | None = None
+    part: GroupCoordinator | None = None
+    if rank == 1:
+        wait_until(report.exists, "the child has left the creation")
+        part = group.create_subgroup([0, 1])
+    else:
+
+        def handle(_number: int, _frame: FrameType | None) -> None:
+            if fork() == 0 and does == "raises":
+                raise RankExit(0)
+
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            part = group.create_subgroup([0, 1])
+        except BaseException as raised:
+            error = raised
+        if os.getpid() != parent:
+            (directory / "part").write_text(type(error).__name__)
+            (directory / "part").rename(report)
+            os._exit(0)
+        assert error is None
+        os.wait()
+    assert part is not None
+    with part:
+        found = [report.read_text(), part.all_reduce(small()).tolist()]
+    parallel_state.destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.guarantee("G10")
+@pytest.mark.parametrize("does", ["returns", "raises"])
+@pytest.mark.parametrize("way", ["file", "tcp"])
+def test_a_handler_that_forks_inside_of_a_creation_leaves_the_parent_its_group(
+    ranks2: RankPool, way: str, does: str
+) -> None:
+    """The child tells nobody that the rank has left, and does not wait for a thread that runs in the parent."""
+    method = "file://{directory}/rendezvous" if way == "file" else f"tcp://127.0.0.1:{free_port()}"
+    expected = "UsageError" if does == "returns" else "RankExit"
+    assert ranks2.run(fork_in_a_creation, method, does) == [[expected, (2 * small()).tolist()]] * 2
+
+
 def program(rank: int, method: str, who: str) -> None:
     """Run a program that forks; its child and it end without destroying their groups."""
     if who == "user":

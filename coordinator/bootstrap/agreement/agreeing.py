@@ -51,7 +51,7 @@ from shm_broadcast.errors import (
     PeerLostError,
 )
 from shm_broadcast.interruption import raised_by_handler
-from shm_broadcast.liveness import PeerWatch, refusal_to_watch
+from shm_broadcast.liveness import PeerWatch, fork_count, refusal_to_watch
 from shm_broadcast.stacks.attached import ask_missing, attach
 from shm_broadcast.timeouts import as_timedelta
 
@@ -168,8 +168,10 @@ def agree(
         if not isinstance(error, RuntimeError) or raised_by_handler(error):
             agreement.leave(error)
             raise
-        # The process that serves the store is gone. Give it time to appear dead, so that the error can name it.
+        # The process that serves the store is gone. Give it time to appear dead, so that the error can name it; unless
+        # it has ended because the parent is broken.
         time.sleep(EXPLAIN_S)
+        check_parent()
         agreement.raise_if_lost()
         raise torch_error(
             f"{where}: lost the connection to the rendezvous store: {error}", "Store"
@@ -213,12 +215,14 @@ def _may_be_served_here(store: dist.Store) -> bool:
 def declining(store: dist.Store, what: str, rank: int) -> Iterator[None]:
     """Tell the others why this rank takes no part, if the block cannot do what comes before an agreement.
 
-    The arguments are those of `decline`, which it calls.
+    The arguments are those of `decline`, which it calls, but not in a child that a signal handler has forked meanwhile.
     """
+    forks = fork_count()
     try:
         yield
     except CommError as error:
-        decline(store, what, rank, error)
+        if forks == fork_count():
+            decline(store, what, rank, error)
         raise
 
 
@@ -247,6 +251,7 @@ class _Agreement:
     # Whether the others may have seen this rank, once that is decided by the thread that joins or by the
     # caller that leaves. The first `setdefault` of the key wins, and no signal handler can interrupt it.
     _joins: dict[str, bool] = dataclasses.field(default_factory=dict)
+    _forks: int = dataclasses.field(default_factory=fork_count)
     _started: float = dataclasses.field(default_factory=time.monotonic)
     _next_look_s: float = LOOK_EVERY_S
     _next_parent_s: float = LOOK_EVERY_S
@@ -266,7 +271,12 @@ class _Agreement:
         self._mates = PeerWatch(self._view.process, {})
 
     def close(self) -> None:
-        """Stop watching, and let the other thread end without joining. Waits up to `_SETTLE_S` for that."""
+        """Stop watching, and let the other thread end without joining. Waits up to `_SETTLE_S` for that.
+
+        In a forked child it does nothing: the other thread runs in the parent, and may hold a lock that is copied.
+        """
+        if self._forks != fork_count():
+            return
         self._joins.setdefault("joins", False)
         self._over.set()
         if self._has_begun:
@@ -503,8 +513,11 @@ class _Agreement:
         )
 
     def _tell(self, failure_of: Callable[[int], Failure], within_s: float) -> None:
-        """Tell the others of a failure, if they may have seen this rank, and have not agreed; else it joins no more."""
-        if not self._joins.setdefault("joins", False):
+        """Tell the others of a failure, if they may have seen this rank, and have not agreed; else it joins no more.
+
+        A child that a signal handler has forked tells nothing: the agreement is its parent's.
+        """
+        if self._forks != fork_count() or not self._joins.setdefault("joins", False):
             return
 
         def tell() -> None:

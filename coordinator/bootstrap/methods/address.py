@@ -16,6 +16,7 @@ from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.security import store as secured_store
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommTimeoutError, NativeError, UsageError
+from shm_broadcast.liveness import fork_count
 
 __all__ = ["WORLD_KEYS", "Rendezvous", "check_place", "join_address", "leaving", "meet_at_rank_0"]
 
@@ -129,10 +130,16 @@ def _was_left(store: dist.Store, rank: int, settings: CoordinatorSettings) -> bo
 
 
 def leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None]:
-    """Return a function that leaves a store served by rank 0; rank 0 waits up to `_LEAVE_S` for the others."""
+    """Return a function that leaves a store served by rank 0; rank 0 waits up to `_LEAVE_S` for the others.
+
+    In a forked child the function does nothing.
+    """
+    forks = fork_count()
     status_store = WorldStatusStore(dist.PrefixStore(WORLD_KEYS, store), rank, range(world_size))
 
     def leave() -> None:
+        if forks != fork_count():
+            return
         try:
             if rank:
                 status_store.leave()

@@ -40,7 +40,7 @@ from coordinator.bootstrap.blocking_calls import UNREADABLE, finish_calls
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CommTimeoutError, UsageError
 from shm_broadcast.interruption import raised_by_handler
-from shm_broadcast.liveness import ProcessIdentity, process_state, this_process
+from shm_broadcast.liveness import ProcessIdentity, fork_count, process_state, this_process
 
 _POINTER: Final = "current"
 _PREFIX: Final = "generation-"
@@ -90,6 +90,7 @@ class DirectoryRendezvous:
         self._generation: Path | None = None
         self._store: dist.Store | None = None
         self._link: Path | None = None
+        self._forks = fork_count()
 
     @property
     def generation(self) -> str:
@@ -335,7 +336,9 @@ class DirectoryRendezvous:
         return is_full or self._follow() != generation
 
     def leave(self) -> None:
-        """Leave the generation; the last process to leave removes it. Idempotent."""
+        """Leave the generation; the last process to leave removes it. Idempotent; does nothing in a forked child."""
+        if self._forks != fork_count():
+            return
         generation, self._store = self._generation, None
         if generation is not None:
             self._let_go(generation)

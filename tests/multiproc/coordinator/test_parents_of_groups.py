@@ -11,8 +11,14 @@ import torch
 
 from coordinator import GroupCoordinator, ParallelGroups
 from coordinator.layout import ParallelLayout
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
 from tests.handlers import Interrupt, alarm
 from tests.harness import RankPool
+from tests.ports import free_port
 from tests.waiting import wait_until
 from tests.worlds import ApartPool, outcome_of, world
 
@@ -98,6 +104,33 @@ def test_the_rank_at_fault_for_a_creation_is_named_behind_the_end_of_one_that_ha
     """Rank 0 ends its process when it has its error. Ranks 1 and 2 name rank 3 all the same."""
     pool = ranks4 if place == "one host" else ApartPool(ranks4)
     _, second, third, _ = pool.run(breaks, "sub_group", True, expect_dead=[0])
+    check(second)
+    check(third)
+
+
+def server_ends(rank: int, world_size: int, directory: Path, port: int) -> dict[str, Any] | None:
+    """Interrupt rank 3; rank 0, which serves the store, waits for it in a call, and ends at its error."""
+    init_distributed_environment(world_size, rank, f"tcp://127.0.0.1:{port}", backend="gloo")
+    group, found = get_world_group(), None
+    group.barrier()
+    if rank == 3:
+        interrupted(group)
+    elif rank == 0:
+        outcome_of(lambda: group.recv(torch.Size([1]), torch.float32, 3))
+        os._exit(3)
+    else:
+        found = outcome_of(lambda: sub_group(group))
+    (directory / f"has-ended-{rank}").touch()
+    for other in (1, 2, 3):
+        wait_until((directory / f"has-ended-{other}").exists, f"the error of rank {other}")
+    destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.guarantee("G39")
+def test_the_rank_at_fault_for_a_creation_is_named_behind_the_end_of_the_store(ranks4: RankPool) -> None:
+    """The connection to the store ends before any rank has looked for the failure of the group."""
+    _, second, third, _ = ranks4.run(server_ends, free_port(), expect_dead=[0])
     check(second)
     check(third)
 

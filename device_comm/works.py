@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Final
@@ -29,6 +28,9 @@ _FOREVER: Final = timedelta(seconds=FOREVER_S)
 
 # A wait that the end of the connections ends is over within some milliseconds.
 _TOLD_S: Final = 0.1
+
+# After how long the wait of a collective takes a thread for each transfer. Most are over before: they need one thread.
+_LONG_WAIT_S: Final = 0.5
 
 # torch counts in milliseconds and takes 0 for "without limit": a shorter slice would wait for ever.
 _SHORTEST_SLICE_S: Final = 0.001
@@ -156,8 +158,9 @@ class WaiterThreads:
 class PointToPointWorks:
     """Sends and receives in flight, with the peer of each; see `Pollable`.
 
-    One thread waits for them in order. If `pending` must be exact when an error names the ranks at fault, each of the
-    others gets a thread of its own once a slice has passed.
+    One thread waits for them in order. When the wait turns out to be long, each of the others gets a thread of its own:
+    Gloo tells only those transfers of a lost rank that it has gone, so that one would fail unseen behind another that
+    is late. `pending` is exact from then on, which an error needs that names the ranks at fault.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class PointToPointWorks:
         keep: object,
         unfinished: set[object] | None = None,
         *,
-        is_exact: bool = True,
+        spread_after_s: float = 0.0,
     ) -> None:
         """Start to wait.
 
@@ -176,7 +179,7 @@ class PointToPointWorks:
             works: Pairs (global rank of the peer, work).
             keep: The memory that the transport reads or writes, kept until all works are done.
             unfinished: Holds this object until then.
-            is_exact: Whether `pending` must be exact, which takes a thread for each work that has to wait.
+            spread_after_s: For how many seconds one thread is enough; by default for one slice.
         """
         self._threads = threads
         self._todo = deque(enumerate(works))
@@ -188,7 +191,8 @@ class PointToPointWorks:
         self._unfinished: set[object] = set() if unfinished is None else unfinished
         self._lock = threading.Lock()
         self._done = threading.Lock()
-        self._spread = len(works) < 2 or not is_exact
+        self._alone_s = spread_after_s
+        self._spread = len(works) < 2
         if works:
             self._done.acquire()
             self._unfinished.add(self)
@@ -246,13 +250,24 @@ class PointToPointWorks:
         if self._done.acquire(timeout=slice_s):
             self._done.release()
             return self.is_complete()
-        if not self._spread:
-            self._spread = True
-            # Whoever waits finds out that the group is closed.
-            with suppress(ClosedError):
-                for _ in range(len(self._todo)):
-                    self._threads.submit(self._drain)
+        self._alone_s -= slice_s
+        if not self._spread and self._alone_s <= 0.0:
+            self._spread_out()
         return False
+
+    def _spread_out(self) -> None:
+        """Let a thread wait for each work that has none."""
+        try:
+            for _ in range(len(self._todo)):
+                self._threads.submit(self._drain)
+        except ClosedError:
+            pass  # whoever waits finds out that the group is closed
+        except RuntimeError as error:
+            if raised_by_handler(error):
+                raise
+            # The system has no thread to give, and one waits already: the next slice tries again.
+            return
+        self._spread = True
 
     def pending(self) -> tuple[int, ...]:
         """Return the peers that are still awaited."""
@@ -265,7 +280,7 @@ class ExchangeWorks:
 
     def __init__(self, threads: WaiterThreads, works: Sequence[tuple[int, dist.Work]], keep: object) -> None:
         """Start to wait; the arguments are those of `PointToPointWorks`."""
-        self._transfers = PointToPointWorks(threads, works, keep, is_exact=False)
+        self._transfers = PointToPointWorks(threads, works, keep, spread_after_s=_LONG_WAIT_S)
 
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds."""

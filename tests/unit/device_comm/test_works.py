@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from device_comm.works import PointToPointWorks, WaiterThreads
+from device_comm.works import ExchangeWorks, PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import ClosedError
 from tests.handlers import alarm, handling_at
-from tests.waiting import wait_until
+from tests.waiting import running, wait_until
 
 
 def test_closing_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,4 +152,50 @@ def test_a_handler_may_ask_for_transfers_that_it_interrupts_in_a_question(asked:
     for work in works:
         work.is_over.set()
     wait_until(transfers.is_complete, "the transfers")
+    threads.close(5.0)
+
+
+@pytest.mark.guarantee("D7")
+def test_a_lost_rank_is_noticed_behind_one_that_is_late() -> None:
+    """Only its own transfers fail, and the first thread of a collective waits for those of the late one."""
+    threads, late, lost = WaiterThreads("behind"), threading.Event(), threading.Event()
+    waiting: Any = [(1, FakeWork(late)), (2, FakeWork(lost, fails=True)), (1, FakeWork(late))]
+    works = ExchangeWorks(threads, waiting, None)
+    lost.set()
+    with pytest.raises(RuntimeError, match="the connection is closed"):
+        wait_until(lambda: works.poll(0.1), "the error", timeout_s=5.0)
+    assert not late.is_set()
+    late.set()
+    threads.close(5.0)
+
+
+def test_a_collective_that_is_soon_over_takes_one_thread() -> None:
+    """Each of its transfers would take one otherwise."""
+    threads, done = WaiterThreads("soon"), threading.Event()
+    waiting: Any = [(rank, FakeWork(done)) for rank in range(4)]
+    works = ExchangeWorks(threads, waiting, None)
+    assert not works.poll(0.2)
+    assert len(running("group-coordinator-soon")) == 1
+    done.set()
+    wait_until(lambda: works.poll(0.1), "the end of the collective")
+    threads.close(5.0)
+
+
+def test_a_long_wait_goes_on_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One waits already, and the next slice tries again to get more."""
+    threads, late, first = WaiterThreads("scarce"), threading.Event(), threading.Event()
+    waiting: Any = [(1, FakeWork(late)), (2, FakeWork(first))]
+    works = PointToPointWorks(threads, waiting, None)
+    first.set()
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(threads, "submit", refuse)
+        assert not works.poll(0.01)
+    assert not works.poll(0.01)
+    wait_until(lambda: works.pending() == (1,), "the end of the second work")
+    late.set()
+    assert works.poll(5.0)
     threads.close(5.0)

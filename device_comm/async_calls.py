@@ -23,6 +23,7 @@ import torch
 from device_comm.health import SLICE_S, GroupHealth
 from device_comm.stages import BUSY, without_place
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, GroupBrokenError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.threads import DaemonThread, start_thread
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
@@ -323,10 +324,13 @@ class CallHandle(Generic[Result]):
     def _resolve(self, future: torch.futures.Future[Result]) -> None:
         """Complete the future, unless that is done, or another thread does so now."""
         try:
-            self._unresolved.popleft()
+            try:
+                self._unresolved.popleft()
+            except IndexError as error:
+                if raised_by_handler(error):
+                    raise
+                return
             self._complete(future)
-        except IndexError:
-            return
         except BaseException:
             # A signal handler has raised: whoever asks for the future next completes it.
             if not future.done():
@@ -340,7 +344,10 @@ class CallHandle(Generic[Result]):
                 try:
                     # The future records the streams that are current here.
                     streams.enter_context(self._mark.behind())
-                except Exception as refusal:  # noqa: BLE001 - the future raises it
+                except Exception as refusal:
+                    if raised_by_handler(refusal):
+                        raise
+                    # The future raises it.
                     error = refusal
             try:
                 if error is not None:
@@ -348,6 +355,8 @@ class CallHandle(Generic[Result]):
                 else:
                     future.set_result(self._value)
             except RuntimeError as completed:
+                if raised_by_handler(completed):
+                    raise
                 # The application has completed the future itself. The other calls of the group must continue.
                 logger.warning(
                     "%s: the application had completed its future already: %s",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -63,6 +64,46 @@ def test_a_future_is_complete_wherever_a_handler_raises_while_it_is_made() -> No
         assert future.value() == VALUE
         step += 1
     assert step > 4
+
+
+class Passed:
+    """A mark whose work is complete; see `Mark`."""
+
+    def wait(self) -> None:
+        """Order nothing."""
+
+    def is_reached(self) -> bool:
+        """Return True."""
+        return True
+
+    def behind(self) -> AbstractContextManager[object]:
+        """Change nothing."""
+        return nullcontext()
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.parametrize("kind", [IndexError, RuntimeError, ValueError])
+def test_no_error_of_a_handler_is_taken_for_one_of_the_future(kind: type[Exception]) -> None:
+    """It arrives wherever it is raised, and whoever asks for the future next completes it with the result."""
+    step, comes = 0, True
+
+    def strike() -> None:
+        raise kind("of a handler")
+
+    while comes:
+        handle = finished()
+        handle._mark = Passed()
+        try:
+            comes = handling_at(step, handle.get_future, strike, (*PLACES, "/contextlib.py", __file__))
+        except kind:
+            pass
+        else:
+            assert not comes, step
+        future = handle.get_future()
+        assert future.done(), step
+        assert future.value() == VALUE, step
+        step += 1
+    assert step > 8
 
 
 @pytest.mark.guarantee("D42")

@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from device_comm.health import SLICE_S, GroupHealth
-from device_comm.stages import BUSY, without_place
+from device_comm.stages import BUSY, until, without_place
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, GroupBrokenError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.threads import DaemonThread, start_thread
@@ -492,7 +492,7 @@ class CallLine:
                 last = self.open[-1]
             except IndexError:
                 return
-            if not last.join(max(end - time.monotonic(), 0.0)):
+            if not last.join(until(end)):
                 raise without_place(self._health, name, BUSY)
 
     def close(self, timeout_s: float) -> None:

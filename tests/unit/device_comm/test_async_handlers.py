@@ -151,6 +151,19 @@ def test_a_blocking_call_waits_for_open_ones_within_its_deadline() -> None:
     line.close(PROMPT_S)
 
 
+def test_a_deadline_that_is_over_at_once_is_no_wrong_one() -> None:
+    """It may also pass between two looks at the line: the call has no place, and the reason is the open one."""
+    health = Group().health
+    line = async_calls.CallLine(health, torch.device("cpu"))
+    go = threading.Event()
+    open_call = line.submit("all_reduce", lambda: go.wait(PROMPT_S))
+    with pytest.raises(UsageError, match="another thread of this rank is in a collective"):
+        line.settle("barrier", 1e-9)
+    go.set()
+    assert open_call.wait() is True
+    line.close(PROMPT_S)
+
+
 def test_an_interrupted_wait_of_the_main_thread_leaves_the_call_open(handle: CallHandle[int]) -> None:
     """It can be waited for again."""
 

@@ -93,8 +93,12 @@ class Calls:
         """Return the group's unique name."""
         return self._health.name
 
-    def enter(self, name: str, in_line: bool = True, timeout_s: AnyTimeout = None) -> None:
+    def enter(self, name: str, in_line: bool = True, timeout_s: AnyTimeout = None) -> AnyTimeout:
         """Admit the call `name`, whose deadline is `timeout_s`, or raise the reason why it cannot be made.
+
+        Returns:
+            The deadline that the call has from here on: what the wait for open asynchronous calls has left of
+            `timeout_s`. Without one, that wait ends with the deadlines of those calls, and then the group's counts.
 
         Raises:
             UsageError: This process is a forked child of the group's owner. Or asynchronous calls, behind which the
@@ -103,8 +107,11 @@ class Calls:
             GroupBrokenError: An earlier failure broke the group.
         """
         if in_line and self._open:
-            self._line.settle(name, _limit_of(timeout_s))
+            left_s = self._line.settle(name, _limit_of(timeout_s))
+            # A deadline that the call refuses stays what it is.
+            timeout_s = timeout_s if left_s is None else left_s
         self._health.check_usable(name)
+        return timeout_s
 
     def unwind(self, name: str, error: BaseException, plane: Plane | None = None) -> None:
         """Note that `error` ends the call `name`; its arguments are those of `refuse`.
@@ -185,7 +192,7 @@ class Calls:
         """
         if async_op:
             return self._hand_over(name, target, args, timeout_s, on_host)
-        self.enter(name, timeout_s=timeout_s)
+        timeout_s = self.enter(name, timeout_s=timeout_s)
         if torch.is_grad_enabled():
             self.refuse_lost_gradient(name, args)
         return self._make(name, target, args, timeout_s, "host" if on_host else "device")
@@ -224,7 +231,7 @@ class Calls:
         No function is called after it, not even the end of a `with` block: a signal handler that raised there
         would lose the message. The other arguments are those of `call`.
         """
-        self.enter(name, in_line, timeout_s)
+        timeout_s = self.enter(name, in_line, timeout_s)
         try:
             return take(None if timeout_s is None else seconds(timeout_s))
         except BaseException as error:
@@ -295,11 +302,11 @@ class _Call:
         self._in_line = in_line
 
     def __enter__(self) -> float | None:
-        self._calls.enter(self._name, self._in_line, self._timeout_s)
-        if self._timeout_s is None:
+        timeout_s = self._calls.enter(self._name, self._in_line, self._timeout_s)
+        if timeout_s is None:
             return None
         try:
-            return seconds(self._timeout_s)
+            return seconds(timeout_s)
         except UsageError as error:
             self._calls.refuse(self._name, error, self._plane)
             raise

@@ -476,10 +476,13 @@ class CallLine:
         with suppress(ClosedError, GroupBrokenError):
             self.submit(name, action)
 
-    def settle(self, name: str, timeout_s: float | None = None) -> None:
+    def settle(self, name: str, timeout_s: float | None = None) -> float | None:
         """Wait until no call is open, so that a blocking call keeps the order of calls on all ranks.
 
         Errors of those calls are raised by their handles.
+
+        Returns:
+            What is left of `timeout_s` for the blocking call.
 
         Raises:
             UsageError: This process is a forked child of the group's owner, or this is a callback of this thread. Or
@@ -491,7 +494,7 @@ class CallLine:
             try:
                 last = self.open[-1]
             except IndexError:
-                return
+                return None if timeout_s is None else until(end)
             if not last.join(until(end)):
                 raise without_place(self._health, name, BUSY)
 

@@ -76,7 +76,7 @@ class TensorReductions(GroupPlanes):
         if op is SUM and not async_op:
             # The way through `run` would take 0.15 us of the 2 us of a small sum, or 5 us of one into an output.
             name = "all_reduce" if out is None else "all_reduce_into_output"
-            self._calls.enter(name, True, timeout_s)
+            timeout_s = self._calls.enter(name, True, timeout_s)
             try:
                 limit_s = None if timeout_s is None else seconds(timeout_s)
                 if out is None:
@@ -143,7 +143,7 @@ class TensorReductions(GroupPlanes):
             return compile_ops.trace_writing("all_reduce_", self, [tensor], timeout_s, op=op)
         if op is SUM and not async_op:
             # Packing the arguments for `run` would take 0.15 us of the 2 us of a small sum.
-            self._calls.enter("all_reduce_", True, timeout_s)
+            timeout_s = self._calls.enter("all_reduce_", True, timeout_s)
             if is_grad_enabled() and getattr(tensor, "requires_grad", False):
                 self._calls.refuse_lost_gradient("all_reduce_", (tensor,))
             try:

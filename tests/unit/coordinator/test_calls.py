@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from shm_broadcast.errors import ClosedError, GroupBrokenError, PeerLostError, U
 from shm_broadcast.liveness import PeerWatch, this_process
 from tests.handlers import alarm
 from tests.log_records import fields_of
+from tests.waiting import sleeping_in, wait_until
 
 CPU = torch.device("cpu")
 PROMPT_S = 20.0
@@ -88,6 +89,57 @@ def test_a_collective_waits_for_the_line_and_a_transfer_does_not(calls: Calls) -
     with calls.call("all_gather_object"):
         order.append("collective")
     assert order == ["transfer", "open", "collective"]
+
+
+def left_of_call(calls: Calls) -> float | None:
+    with calls.call("all_gather_object", 30.0) as left_s:
+        return left_s
+
+
+@pytest.mark.guarantee("D66")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda calls: calls.run("all_reduce", lambda *, timeout_s: timeout_s, timeout_s=30.0),
+        left_of_call,
+        lambda calls: calls.receive("gather_object", 30.0, lambda limit_s: limit_s, in_line=True),
+    ],
+)
+def test_the_wait_for_open_calls_counts_towards_the_deadline(
+    calls: Calls, call: Callable[[Calls], float]
+) -> None:
+    """Whichever way the call is made, it gets what is left."""
+
+    def slow(*, timeout_s: float | None) -> None:
+        del timeout_s
+        wait_until(lambda: sleeping_in("settle"), "the blocking call")
+        time.sleep(0.3)
+
+    calls.run("barrier", slow, async_op=True)
+    assert call(calls) <= 29.7
+
+
+@pytest.mark.guarantee("D66")
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "all_reduce_into_output", "all_reduce_", "all_gather", "barrier"]
+)
+def test_the_shortest_calls_get_what_open_calls_have_left(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """They pass the gate by themselves."""
+    limits: list[float | None] = []
+
+    def made(*_: object, timeout_s: float | None) -> None:
+        limits.append(timeout_s)
+
+    monkeypatch.setattr(Calls, "enter", lambda *_: 7.0)
+    group = FakeGroupCoordinator(rank=0, world_size=2)
+    if name == "barrier":
+        monkeypatch.setattr(group._host, name, lambda limit_s: made(timeout_s=limit_s))
+        group.barrier(30.0)
+    else:
+        monkeypatch.setattr(group.device_communicator, name, made)
+        how = {"out": torch.ones(1)} if name.endswith("output") else {}
+        getattr(group, name.removesuffix("_into_output"))(torch.ones(1), timeout_s=30.0, **how)
+    assert limits == [7.0]
 
 
 def test_what_is_no_tensor_is_refused_before_the_hand_over(calls: Calls) -> None:

@@ -282,6 +282,8 @@ class Calls:
             # On an accelerator the call only queues work, so it does not block.
             return self._line.submit(name, make, at_once=not on_host and self._device.type != "cpu")
         except CapabilityError as error:
+            if raised_by_handler(error):
+                raise
             # There is no thread to make it. The other ranks make theirs.
             self._take_number(name, error, plane)
             raise

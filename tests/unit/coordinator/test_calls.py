@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from coordinator.testing import FakeGroupCoordinator
 from coordinator.testing.fake_planes import SilentStatusStore
 from device_comm.async_calls import CallHandle
 from device_comm.health import Arrival, GroupHealth
-from shm_broadcast.errors import ClosedError, GroupBrokenError, PeerLostError, UsageError
+from shm_broadcast.errors import CapabilityError, ClosedError, GroupBrokenError, PeerLostError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
-from tests.handlers import alarm
+from tests.handlers import alarm, handling_at
 from tests.log_records import fields_of
 from tests.waiting import sleeping_in, wait_until
 
@@ -150,6 +151,34 @@ def test_what_is_no_tensor_is_refused_before_the_hand_over(calls: Calls) -> None
     handle = calls.run("all_reduce", double, torch.ones(2), async_op=True)
     assert isinstance(handle, CallHandle)
     assert handle.wait().tolist() == [2.0, 2.0]
+
+
+@pytest.mark.guarantee("D10")
+def test_an_error_of_a_handler_in_the_hand_over_takes_no_number(
+    health: GroupHealth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call may be in the line already, with a number of its own; the error says nothing about a thread."""
+    taken: list[object] = []
+    monkeypatch.setattr(Calls, "_take_number", lambda *given: taken.append(given))
+
+    def strike() -> None:
+        raise CapabilityError("of a handler")
+
+    step, comes = 0, True
+    while comes:
+        gate = Calls(health, CPU)
+
+        def hand_over(gate: Calls = gate) -> None:
+            gate.run("all_reduce", double, torch.ones(1), async_op=True)
+
+        with suppress(CapabilityError):
+            comes = handling_at(
+                step, hand_over, strike, ("device_comm/async_calls.py", "coordinator/calls.py")
+            )
+        assert not taken, step
+        gate.close(5.0)
+        step += 1
+    assert step > 20
 
 
 @pytest.mark.guarantee("D40")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,10 +13,13 @@ import torch
 import torch.distributed as dist
 
 from device_comm.handles import Handle, PointToPointHandle
+from device_comm.health import SLICE_S
 from device_comm.outputs import fill
+from device_comm.stages import until
 from device_comm.works import WaiterThreads
-from shm_broadcast.errors import ClosedError, CommError
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, UsageError
+from shm_broadcast.interruption import is_held, raised_by_handler
+from shm_broadcast.turn import TakenError, Turn
 
 if TYPE_CHECKING:
     from device_comm.async_calls import CallHandle
@@ -245,18 +250,34 @@ class AnyWork(dist.Work):
         self._receive: Callable[[float | None], int] | None = receive
         self._translate = translate
         self._source = -1
+        self._lock = threading.RLock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Receive, unless an earlier wait has done so."""
-        receive = self._receive
-        if receive is not None:
-            try:
-                self._source = receive(seconds(timeout))
-            except CommError as error:
-                raise self._translate(error) from error
-            # Nothing is called between the receive and this.
-            self._receive = None
+        """Receive, unless an earlier wait has done so. That of another thread is waited for within the deadline."""
+        try:
+            self._receive_once(seconds(timeout))
+        except CommError as error:
+            raise self._translate(error) from error
         return True
+
+    def _receive_once(self, timeout_s: float | None) -> None:
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        if is_held(self._lock):
+            raise UsageError("wait: a signal handler cannot wait for the receive that it has interrupted")
+        while self._receive is not None:
+            try:
+                with Turn(self._lock, min(SLICE_S, until(end))):
+                    receive = self._receive
+                    if receive is not None:
+                        self._source = receive(None if timeout_s is None else until(end))
+                        # Nothing is called between the receive and this.
+                        self._receive = None
+            except TakenError:
+                if time.monotonic() >= end:
+                    raise CommTimeoutError(
+                        f"wait: another thread was in this receive for {timeout_s:.1f} s; it goes on",
+                        missing=(),
+                    ) from None
 
     def synchronize(self) -> None:
         """Receive."""

@@ -1,5 +1,7 @@
 """The works that torch gets for calls of a group on an accelerator."""
 
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
@@ -11,7 +13,9 @@ from coordinator.torch_interop.works import AnyWork, CallWork
 from device_comm.works import WaiterThreads
 from shm_broadcast.errors import CommError, CommTimeoutError, PeerLostError
 from tests.unit.device_comm.test_async_marks import Device, line_of
+from tests.waiting import sleeping_in, wait_until
 
+PROMPT_S = 20.0
 IN_CAPTURE = "operation not permitted when stream is capturing"
 
 
@@ -93,6 +97,63 @@ def test_a_receive_from_any_rank_that_has_failed_can_be_waited_for_again() -> No
     assert work.is_completed()
     assert work.source_rank() == 3
     assert senders == [2, 3]
+
+
+def test_threads_that_wait_for_one_receive_take_one_message() -> None:
+    """A second message would come into the same tensor, and the first one would be lost."""
+    senders: list[int] = []
+    has_come = threading.Event()
+
+    def receive(_timeout_s: float | None) -> int:
+        assert has_come.wait(PROMPT_S)
+        senders.append(2 + len(senders))
+        return senders[-1]
+
+    work = AnyWork(receive, translate)
+    waits = [threading.Thread(target=work.wait) for _ in range(2)]
+    for waiter in waits:
+        waiter.start()
+    wait_until(lambda: sleeping_in("wait") == 2, "both threads")
+    has_come.set()
+    for waiter in waits:
+        waiter.join()
+    assert work.source_rank() == 2
+    assert senders == [2]
+
+
+def test_a_wait_for_the_receive_of_another_thread_has_a_deadline() -> None:
+    """The receive goes on, and its thread completes it."""
+    has_come = threading.Event()
+    work = AnyWork(lambda _timeout_s: 2 if has_come.wait(PROMPT_S) else 3, translate)
+    receiver = threading.Thread(target=work.wait)
+    receiver.start()
+    wait_until(lambda: sleeping_in("wait"), "the other thread")
+    start = time.monotonic()
+    with pytest.raises(TorchError, match="another thread was in this receive"):
+        work.wait(timedelta(seconds=0.3))
+    assert time.monotonic() - start >= 0.3
+    assert not work.is_completed()
+    has_come.set()
+    receiver.join()
+    assert work.wait()
+    assert work.source_rank() == 2
+
+
+@pytest.mark.guarantee("D10")
+def test_a_handler_cannot_wait_for_the_receive_that_it_interrupts() -> None:
+    """It would take a message of its own into the same tensor; the interrupted wait goes on."""
+    senders: list[int] = []
+
+    def receive(_timeout_s: float | None) -> int:
+        with pytest.raises(TorchError, match="that it has interrupted"):
+            work.wait()
+        senders.append(2)
+        return 2
+
+    work = AnyWork(receive, translate)
+    assert work.wait()
+    assert work.wait()
+    assert senders == [2]
 
 
 class NoThreads:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from device_comm.health import GroupHealth, Operation
+from device_comm.stages import until
 from shm_broadcast.errors import UsageError
 from shm_broadcast.interruption import is_held
 
@@ -21,11 +22,12 @@ class FrameTurns:
         self._locks: dict[tuple[int, int], threading.RLock] = {}
 
     def take(
-        self, operation: Operation, peers: Sequence[int], tag: int, timeout_s: float | None
+        self, operation: Operation, peers: Sequence[int], tag: int, end: float | None
     ) -> list[threading.RLock]:
         """Return the locks of `peers` under `tag`, which this thread holds from then on; the caller releases them.
 
-        Blocks while another thread holds one of them; raises as `GroupHealth.wait` does with `timeout_s`.
+        Blocks while another thread holds one of them, until the monotonic time `end` or without limit; raises as
+        `GroupHealth.wait` does.
 
         Raises:
             UsageError: This thread holds one already: a signal handler makes the call. Nothing was sent or received.
@@ -42,7 +44,8 @@ class FrameTurns:
         try:
             for peer, lock in locks.items():
                 if not lock.acquire(blocking=False):
-                    self._health.wait(operation, _Waiting(lock, self._health.ranks[peer]), timeout_s)
+                    waiting = _Waiting(lock, self._health.ranks[peer])
+                    self._health.wait(operation, waiting, None if end is None else until(end))
                 held.append(lock)
         except BaseException:
             for lock in held:

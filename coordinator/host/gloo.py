@@ -280,9 +280,10 @@ class GlooHostPlane(GatheringHostPlane):
         data = torch.frombuffer(frame, dtype=torch.uint8)
         first, rest = data[:FIRST_BYTES], data[FIRST_BYTES:]
         works: list[tuple[int, dist.Work]] = []
+        end = time.monotonic() + timeout_s
 
         def stages() -> Handle:
-            turns = self._sending.take(operation, peers, tag, timeout_s)
+            turns = self._sending.take(operation, peers, tag, end)
             try:
                 with self._health.transport(operation):
                     for peer in peers:
@@ -299,8 +300,8 @@ class GlooHostPlane(GatheringHostPlane):
                     turn.release()
             with self._health.transport(operation):
                 for peer in peers:
-                    self._await_room(operation, peer, tag, timeout_s)
-            return self._send_handle(operation, works, data, timeout_s) if works else CompletedHandle()
+                    self._await_room(operation, peer, tag, end)
+            return self._send_handle(operation, works, data, until(end)) if works else CompletedHandle()
 
         return in_stages(self._health, operation, stages)
 
@@ -312,11 +313,11 @@ class GlooHostPlane(GatheringHostPlane):
         if len(sends.open) > EAGER_SENDS or sends.nbytes > EAGER_BYTES:
             sends.settle(self._threads, self._ranks[peer])
 
-    def _await_room(self, operation: Operation, peer: int, tag: int, timeout_s: float) -> None:
+    def _await_room(self, operation: Operation, peer: int, tag: int, end: float) -> None:
         """Wait while the receiver is too far behind with the eager sends."""
         sends = self._eager.get((peer, tag))
         while sends is not None and sends.nbytes > EAGER_BYTES and (works := sends.settling) is not None:
-            self._health.wait(operation, works, timeout_s)
+            self._health.wait(operation, works, until(end))
             sends.settled(works)
 
     def _receive_frame(
@@ -332,16 +333,17 @@ class GlooHostPlane(GatheringHostPlane):
         self, operation: Operation, sources: Sequence[int], tag: int, timeout_s: float | None
     ) -> list[bytearray | memoryview]:
         """Receive a frame from each of `sources`, one after the other with those that other threads receive."""
-        turns = self._receiving.take(operation, sources, tag, timeout_s)
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        turns = self._receiving.take(operation, sources, tag, end)
         try:
-            firsts = self._receive_first(operation, sources, tag, timeout_s)
-            return [self._complete_frame(operation, src, tag, firsts[src], timeout_s) for src in sources]
+            firsts = self._receive_first(operation, sources, tag, end)
+            return [self._complete_frame(operation, src, tag, firsts[src], end) for src in sources]
         finally:
             for turn in turns:
                 turn.release()
 
     def _receive_first(
-        self, operation: Operation, peers: Sequence[int], tag: int, timeout_s: float | None
+        self, operation: Operation, peers: Sequence[int], tag: int, end: float | None
     ) -> dict[int, bytearray]:
         """Receive the first message of a frame from each of `peers`."""
         firsts = {peer: bytearray(FIRST_BYTES) for peer in peers}
@@ -350,11 +352,11 @@ class GlooHostPlane(GatheringHostPlane):
             for peer, first in firsts.items():
                 into = torch.frombuffer(first, dtype=torch.uint8)
                 works.append((self._ranks[peer], self._backend.recv([into], peer, tag)))
-        self._handle(operation, works, firsts, timeout_s).wait()
+        self._handle(operation, works, firsts, None if end is None else until(end)).wait()
         return firsts
 
     def _complete_frame(
-        self, operation: Operation, src: int, tag: int, first: bytearray, timeout_s: float | None
+        self, operation: Operation, src: int, tag: int, first: bytearray, end: float | None
     ) -> bytearray | memoryview:
         """Receive the rest of a frame after its first message; return the whole frame."""
         total = codec.frame_length(first)
@@ -376,7 +378,8 @@ class GlooHostPlane(GatheringHostPlane):
         with self._health.transport(operation):
             work = self._backend.recv([rest], src, tag)
         # The sender is in the middle of its frame: from here on silence is a failure.
-        self._handle(operation, [(self._ranks[src], work)], rest, timeout_s or self._timeout_s).wait()
+        limit_s = self._timeout_s if end is None else until(end)
+        self._handle(operation, [(self._ranks[src], work)], rest, limit_s).wait()
         return frame
 
     def _handle(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from coordinator import GroupCoordinator, UsageError
 from coordinator.host.gloo import FIRST_BYTES
+from device_comm.health import GroupHealth
 from tests.harness import RankPool
+from tests.waiting import sleeping_in, wait_until
 from tests.worlds import ApartPool, world
 
 COUNT = 8
@@ -108,3 +112,51 @@ def within(rank: int, world_size: int, directory: Path) -> None:
 def test_a_signal_handler_within_an_object_is_refused(ranks2: RankPool) -> None:
     """It raises `UsageError`; the object that it interrupted arrives, and so does the next one."""
     ApartPool(ranks2).run(within)
+
+
+def shared_deadline(rank: int, world_size: int, directory: Path) -> None:
+    """Let each wait of an object take some time, and look at what the next one may take."""
+    limits: list[float] = []
+    wait, slow_s = GroupHealth.wait, 0.3
+
+    def slow_wait(health: GroupHealth, operation: Any, work: Any, timeout_s: float | None) -> None:
+        wait(health, operation, work, timeout_s)
+        time.sleep(slow_s)
+        assert timeout_s is not None
+        limits.append(timeout_s)
+
+    with world(rank, world_size, directory) as group:
+        group.barrier()
+        turns = (group._host._receiving if rank else group._host._sending)._locks  # type: ignore[attr-defined]
+        held = threading.Event()
+
+        def hold() -> None:
+            """Do as a thread that is between the two messages of its own object."""
+            [lock] = turns.values()
+            with lock:
+                held.set()
+                wait_until(lambda: sleeping_in("poll"), "the call")
+
+        # The locks are made by the first object.
+        message = bytes(2 * FIRST_BYTES)
+        for _ in range(2):
+            with mock.patch.object(GroupHealth, "wait", slow_wait):
+                if turns:
+                    holder = threading.Thread(target=hold)
+                    holder.start()
+                    assert held.wait(20.0)
+                    limits.clear()
+                if rank:
+                    assert group.recv_object(0, timeout_s=30.0) == message
+                else:
+                    group.send_object(message, 1, timeout_s=30.0)
+        holder.join()
+        # A sender waits for its turn and for the receiver; a receiver for its turn, the first message and the rest.
+        assert len(limits) == 2 + rank
+        assert all(after <= before - slow_s for before, after in itertools.pairwise(limits))
+        group.barrier()
+
+
+def test_the_waits_of_an_object_share_its_deadline(ranks2: RankPool) -> None:
+    """A call that waits for its turn, and then for the other rank, does not begin its deadline again."""
+    ApartPool(ranks2).run(shared_deadline)

@@ -134,7 +134,7 @@ class DeviceCommunicator(OutputForms, FusedForms):
         checks.check_writable(tensor, "all_reduce_")
         result = self._all_reduce(tensor, op, timeout_s)
         if result is not tensor:
-            fill(tensor.detach(), result)
+            fill(tensor, result)
         return tensor
 
     def reduce(
@@ -600,7 +600,7 @@ class DeviceCommunicator(OutputForms, FusedForms):
             whole.copy_(input_.detach().reshape(shape))
         self._broadcast(whole, src, timeout_s)
         rank = self.rank_in_group
-        fill(output.detach(), whole.narrow(dim, sum(sizes[:rank]), sizes[rank]))
+        fill(output, whole.narrow(dim, sum(sizes[:rank]), sizes[rank]))
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout

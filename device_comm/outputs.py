@@ -224,10 +224,11 @@ class OutputForms(ABC):
 
 
 def fill(output: torch.Tensor, result: torch.Tensor) -> None:
-    """Copy the result of a call into the caller's output."""
-    # Outside of inference mode torch refuses to write into tensors that were made in it.
+    """Copy the result of a call into the caller's output; no gradient flows."""
+    # Outside of inference mode torch refuses to write into tensors that were made in it. To leave that mode turns grad
+    # mode on, in which torch refuses to write into a parameter: both sides are detached.
     with torch.inference_mode(output.is_inference() or torch.is_inference_mode_enabled()):
-        output.copy_(result.detach().reshape(output.shape))
+        output.detach().copy_(result.detach().reshape(output.shape))
 
 
 __all__ = ["SUM", "OutputForms", "Sizes", "Timeout", "fill"]

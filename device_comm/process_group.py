@@ -292,7 +292,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             whole = input_.reshape(1) if input_.dim() == 0 else input_.detach()
             parts = whole.split_with_sizes(list(sizes), dim)
             others = {rank: dense(part) for rank, part in enumerate(parts) if rank != src}
-            fill(output.detach(), parts[src])
+            fill(output, parts[src])
             self._transfer(operation, self.process_group.send, others, end)
 
         self._collective("scatter", stages, timeout_s, output.nbytes, src)

@@ -45,7 +45,7 @@ class SoloCommunicator(DeviceCommunicator):
 
     def _scatter(self, output: torch.Tensor, input_: torch.Tensor | None, *_: Any) -> None:
         if input_ is not None:
-            fill(output.detach(), input_)
+            fill(output, input_)
 
     def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
         raise UsageError("send: a group of one has no other rank")

@@ -203,7 +203,7 @@ def _gather_into_list(
         return result
     rows = there.all_gather(own, 0, timeout_s=timeout_s)
     for output, row in zip(outputs, rows, strict=True):
-        fill(output.detach(), row)
+        fill(output, row)
     return result
 
 

@@ -192,7 +192,7 @@ class FakeCommunicator(DeviceCommunicator):
         if input_ is not None:
             whole = input_.detach().reshape(input_.shape or 1)
             part = whole.narrow(dim, sum(sizes[: self.rank_in_group]), sizes[self.rank_in_group])
-            fill(output.detach(), part)
+            fill(output, part)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout

@@ -421,7 +421,7 @@ def _reduction(opts: Any) -> Reduction:
 
 def _fill(output: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Copy `result` into `output`, which may have another shape, and return `output`."""
-    fill(output.detach(), result)
+    fill(output, result)
     return output
 
 

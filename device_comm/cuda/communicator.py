@@ -268,7 +268,7 @@ class CudaCommunicator(EndingCommunicator, FusedCommunicator):
                 raise UsageError(
                     "all_reduce_: within `group` the tensor must be contiguous and begin at a multiple of 16 bytes"
                 )
-            fill(tensor.detach(), self._all_reduce(tensor, op, timeout_s))
+            fill(tensor, self._all_reduce(tensor, op, timeout_s))
             return tensor
         custom = self._own("all_reduce_")
         if custom is not None and op is SUM and self._collected is None:

@@ -387,3 +387,19 @@ def test_outputs_that_overlap_themselves_are_refused_before_the_gather() -> None
     """The copy into them would be refused, when the other ranks have their result already."""
     with FakeGroupCoordinator(0, 2) as group, pytest.raises(UsageError, match="overlap"):
         group.all_gather_to_list(torch.ones(4), [torch.zeros(4), torch.zeros(1).expand(4)])
+
+
+@pytest.mark.guarantee("D60")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_filling_parameters_without_a_gradient_leaves_their_history_alone(ranks: int) -> None:
+    """Without grad mode torch lets every copy into one pass; the call must not bring that mode back for its own."""
+    parameters = [torch.zeros(4, requires_grad=True) for _ in range(ranks)]
+    made = [each * 2 for each in parameters]
+    with FakeGroupCoordinator(0, ranks) as group, torch.no_grad():
+        group.all_gather_to_list(torch.ones(4), parameters)
+        group.all_gather_to_list(torch.ones(4), made)
+    assert [each.tolist() for each in (*parameters, *made)] == [[1.0] * 4] * 2 * ranks
+    assert all(each.is_leaf for each in parameters)
+    for each, parameter in zip(made, parameters, strict=True):
+        (gradient,) = torch.autograd.grad(each.sum(), parameter)
+        assert gradient.tolist() == [2.0] * 4

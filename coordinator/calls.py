@@ -21,6 +21,7 @@ from coordinator import gradients
 from device_comm import checks
 from device_comm.async_calls import Aside, CallHandle, CallLine
 from device_comm.health import GroupHealth
+from device_comm.stages import refuse_between
 from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.timeouts import AnyTimeout, seconds
@@ -87,6 +88,8 @@ class Calls:
         self._line = CallLine(health, device, is_alone=is_alone, aside=aside)
         # Every call checks it, which takes 20 ns while it is empty.
         self._open = self._line.open
+        # As this one; see `refuse_between`.
+        self._composed = health.composed
 
     @property
     def group_name(self) -> str:
@@ -102,16 +105,25 @@ class Calls:
 
         Raises:
             UsageError: This process is a forked child of the group's owner. Or asynchronous calls, behind which the
-                call has its place, were open until its deadline; it has taken no number.
+                call has its place, were open until its deadline, or a signal handler makes it between the parts of a
+                call of this thread; it has taken no number.
             ClosedError: The group was destroyed.
             GroupBrokenError: An earlier failure broke the group.
         """
-        if in_line and self._open:
-            left_s = self._line.settle(name, _limit_of(timeout_s))
-            # A deadline that the call refuses stays what it is.
-            timeout_s = timeout_s if left_s is None else left_s
+        if in_line:
+            if self._open:
+                left_s = self._line.settle(name, _limit_of(timeout_s))
+                # A deadline that the call refuses stays what it is.
+                timeout_s = timeout_s if left_s is None else left_s
+            if self._composed:
+                refuse_between(self._health, name)
         self._health.check_usable(name)
         return timeout_s
+
+    def refuse_between(self, name: str) -> None:
+        """Raise `UsageError` as `enter` does for a collective that stands in line."""
+        if self._composed:
+            refuse_between(self._health, name)
 
     def unwind(self, name: str, error: BaseException, plane: Plane | None = None) -> None:
         """Note that `error` ends the call `name`; its arguments are those of `refuse`.
@@ -151,6 +163,7 @@ class Calls:
             Others: As `enter`: a group that cannot be used says so first.
         """
         self.enter(name, in_line=False)
+        self.refuse_between(name)
         self.refuse(name, error, "device")
         raise error
 
@@ -305,6 +318,8 @@ class _Call:
 
     def __enter__(self) -> float | None:
         timeout_s = self._calls.enter(self._name, self._in_line, self._timeout_s)
+        if self._plane is not None and not self._in_line:
+            self._calls.refuse_between(self._name)
         if timeout_s is None:
             return None
         try:

@@ -41,7 +41,7 @@ from coordinator.settings import CoordinatorSettings, permitted
 from coordinator.torch_interop import process_group
 from device_comm import base, checks
 from device_comm.health import Operation
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 from shm_broadcast.errors import UsageError
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -424,7 +424,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             )
 
         # Once the others have the queue, this rank must broadcast through it too, or break the group.
-        in_stages(self._health, _ENABLING, stages)
+        in_parts(self._health, _ENABLING, stages)
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> dist.ProcessGroup:
         """Create another process group of this group's ranks and backend. Collective.

@@ -27,7 +27,7 @@ from device_comm.health import GroupHealth, Operation
 from device_comm.movable import movable, movable_dtype, restored
 from device_comm.outputs import SUM, OutputForms, Sizes, Timeout, fill
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order, reduce_operation
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 from shm_broadcast.errors import UsageError
 
 
@@ -280,7 +280,7 @@ class DeviceCommunicator(OutputForms, FusedForms):
         def stages() -> list[torch.Tensor]:
             return [self._concatenated(tensor, dim, counts, timeout_s) for tensor in tensors]
 
-        return in_stages(self.context.health, Operation("device", "all_gatherv", 0), stages)
+        return in_parts(self.context.health, Operation("device", "all_gatherv", 0), stages)
 
     def _concatenated(
         self, tensor: torch.Tensor, dim: int, sizes: Sizes | None, timeout_s: Timeout
@@ -614,7 +614,7 @@ class DeviceCommunicator(OutputForms, FusedForms):
             sent = [row[: self.world_size] for row in table]
             return sent, self._all_gather(source, dim, tuple(map(sum, sent)), timeout_s)
 
-        sent, wholes = in_stages(self.context.health, Operation("device", "all_to_all", 0), stages)
+        sent, wholes = in_parts(self.context.health, Operation("device", "all_to_all", 0), stages)
         rank, parts, start = self.rank_in_group, [], 0
         for row in sent:
             parts.append(wholes.narrow(dim, start + sum(row[:rank]), row[rank]))

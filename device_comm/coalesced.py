@@ -13,7 +13,7 @@ from device_comm.base import SUM, DeviceCommunicator
 from device_comm.derived_reductions import Reduction, reducer
 from device_comm.health import Operation
 from device_comm.process_group import as_bytes, dense
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 
 # The bytes of each tensor start at a multiple of this, so that they can be viewed as any dtype.
 _ALIGNMENT: Final = 16
@@ -59,7 +59,7 @@ def _for_each_dtype(
     if len(places) == 1:
         stages()
     else:
-        in_stages(there.context.health, Operation("device", name, 0), stages)
+        in_parts(there.context.health, Operation("device", name, 0), stages)
 
 
 def all_reduce(

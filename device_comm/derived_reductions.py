@@ -21,7 +21,7 @@ from device_comm.base import SUM, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import Handle
 from device_comm.health import Operation
 from device_comm.reduction import ReduceOperation, accumulation_dtype
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 from shm_broadcast.errors import UsageError
 
 # Up to this size every rank gets everything; beyond it each combines a share, and the shares are gathered.
@@ -238,7 +238,7 @@ class _Bitwise(_Derived):
             own = self._reduce_scatter(padded, 0, (share,) * size, op, timeout_s)
             return self._all_gather(own, 0, (share,) * size, timeout_s)
 
-        shares = in_stages(self.context.health, Operation("device", "all_reduce", 0), stages)
+        shares = in_parts(self.context.health, Operation("device", "all_reduce", 0), stages)
         return shares[: flat.numel()].view(input_.shape)
 
     def _reduce(

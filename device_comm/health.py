@@ -176,6 +176,8 @@ class GroupHealth:
         self._cause: BaseException | None = None
         # A call that an exception is leaving, and the exception; see `left_halfway`.
         self.left: tuple[Operation, BaseException] | None = None
+        # The calls in progress that are made of several collectives, each with its thread; see `in_parts`.
+        self.composed: dict[object, int] = {}
         # The thread that has broken the group and has not aborted all transports yet.
         self._breaker: int | None = None
         self._failure_record: FailureRecord | None = None
@@ -244,8 +246,7 @@ class GroupHealth:
         ):
             return
         self.check_owner(name)
-        left = self.left
-        if left is not None:
+        if (left := self.left) is not None:
             self.left_halfway(*left)
         if self._closed:
             raise ClosedError(f"{self.where(name)}: the group was destroyed")

@@ -16,10 +16,21 @@ from typing import Final, Protocol, TypeVar
 
 from device_comm.health import Arrival, GroupHealth, Operation
 from shm_broadcast.errors import UsageError
+from shm_broadcast.interruption import is_interrupting
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 
-__all__ = ["BUSY", "NESTED", "Turns", "collective", "in_stages", "until", "without_place"]
+__all__ = [
+    "BUSY",
+    "NESTED",
+    "Turns",
+    "collective",
+    "in_parts",
+    "in_stages",
+    "refuse_between",
+    "until",
+    "without_place",
+]
 
 Result = TypeVar("Result")
 
@@ -63,6 +74,37 @@ def in_stages(health: GroupHealth, operation: Operation, stages: Callable[[], Re
         health.left = operation, error
         health.left_halfway(operation, error)
         raise
+
+
+def in_parts(health: GroupHealth, operation: Operation, parts: Callable[[], Result]) -> Result:
+    """Return `parts()`, which makes several collectives of the group that count as one; else as `in_stages`.
+
+    Each of them ends before the next one begins, so `health` notes the whole: `refuse_between` looks there.
+    """
+    mark, thread = object(), threading.get_ident()
+    try:
+        health.composed[mark] = thread
+        result = parts()
+        del health.composed[mark]
+    except BaseException as error:
+        health.left = operation, error
+        health.composed.pop(mark, None)
+        health.left_halfway(operation, error)
+        raise
+    return result
+
+
+def refuse_between(health: GroupHealth, name: str) -> None:
+    """Refuse the collective `name` if a handler or finalizer makes it inside of a call of several, on the same thread.
+
+    The other ranks would take it for the next part of that call. The caller has seen that `health.composed` holds any.
+
+    Raises:
+        UsageError: It is refused; it has taken no number.
+    """
+    count = list(health.composed.values()).count(threading.get_ident())
+    if count and is_interrupting(in_parts.__code__, "health", health, count):
+        raise without_place(health, name, NESTED)
 
 
 def collective(
@@ -184,6 +226,8 @@ class Turns:
         try:
             if self._claims:
                 self._refuse_inside(name, claim)
+            if self._health.composed:
+                refuse_between(self._health, name)
             self._claims.append(claim)
             if self._claims[0] is not claim:
                 self._await_turn(name, claim, end)

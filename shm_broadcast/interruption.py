@@ -10,7 +10,7 @@ from inspect import CO_VARARGS
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Final
 
-__all__ = ["is_held", "raised_by_handler"]
+__all__ = ["is_held", "is_interrupting", "raised_by_handler"]
 
 _SIGNALS: Final = tuple(map(int, signal.valid_signals()))
 
@@ -75,6 +75,29 @@ def _is_handler(frame: FrameType) -> bool:
         rest = values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
         arguments += rest if isinstance(rest, tuple) else ()
     return any(argument is interrupted for argument in arguments)
+
+
+def is_interrupting(code: CodeType, name: str, value: object, count: int) -> bool:
+    """Return whether a signal handler or a finalizer calls this, and has interrupted a function on this thread.
+
+    Handlers are recognised as in `raised_by_handler`, finalizers if they are methods `__del__`.
+
+    Args:
+        code: Of the function.
+        name: Of one of its variables.
+        value: What that is.
+        count: How many such functions run on this thread; behind the outermost one nothing is looked for.
+    """
+    frame: FrameType | None = sys._getframe().f_back  # noqa: SLF001 - there is no public way to the calling frames
+    is_found = False
+    while frame is not None and count:
+        if frame.f_code is code and frame.f_locals.get(name) is value:
+            if is_found:
+                return True
+            count -= 1
+        is_found = is_found or frame.f_code.co_name == "__del__" or _is_handler(frame)
+        frame = frame.f_back
+    return False
 
 
 def is_held(lock: threading.RLock) -> bool:

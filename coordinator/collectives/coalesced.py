@@ -20,7 +20,7 @@ from device_comm.async_calls import CallHandle
 from device_comm.base import SUM
 from device_comm.derived_reductions import Reduction
 from device_comm.health import Operation
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout
 
@@ -139,7 +139,7 @@ class CoalescedCollectives(GroupPlanes):
                 for each, result in zip(waiting, results, strict=True):
                     each.value = result
 
-        in_stages(self._health, Operation("device", "coalescing", 0), stages)
+        in_parts(self._health, Operation("device", "coalescing", 0), stages)
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,7 +16,7 @@ from device_comm import all2all, checks
 from device_comm.all2all import Choice, DispatchForm, ExpertPlacement, RoutedTokens
 from device_comm.base import DeviceCommunicator
 from device_comm.health import Operation
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 from shm_broadcast.errors import UsageError
 
 # What a signal handler ends between the exchange of the counts and the last row.
@@ -72,7 +72,7 @@ class TokenRouting:
             self._dispatched = counts
             return gathered
 
-        return in_stages(self._communicator.context.health, _DISPATCH, stages)
+        return in_parts(self._communicator.context.health, _DISPATCH, stages)
 
     def combine(
         self,
@@ -144,7 +144,7 @@ class TokenRouting:
         def stages() -> RoutedTokens:
             return self._moved(*tensors, placement, capacity, form, max_rows, is_captured=is_captured)
 
-        return in_stages(self._communicator.context.health, _DISPATCH, stages)
+        return in_parts(self._communicator.context.health, _DISPATCH, stages)
 
     def _moved(
         self,

@@ -20,7 +20,7 @@ from coordinator.gradients import wants_gradient
 from coordinator.torch_interop import compile_ops
 from device_comm.async_calls import CallHandle
 from device_comm.health import Operation
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
@@ -283,7 +283,7 @@ class TensorCollectives(TensorOutputs, FusedReductions, CoalescedCollectives, Ex
 
         if is_dynamo_compiling():
             return stages()
-        return in_stages(self._health, Operation("device", "all_gatherv", 0), stages)
+        return in_parts(self._health, Operation("device", "all_gatherv", 0), stages)
 
     @overload
     def gather(

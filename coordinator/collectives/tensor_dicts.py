@@ -26,7 +26,7 @@ from coordinator.planes import GroupPlanes, Result
 from device_comm import checks
 from device_comm.handles import Handle
 from device_comm.health import GRACE_S, Operation
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts, in_stages
 from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 from shm_broadcast.timeouts import AnyTimeout
@@ -273,7 +273,7 @@ class TensorDicts(GroupPlanes):
             if packed.is_single:
                 self._broadcast(packed.message(), src, limit_s, None)
             else:
-                in_stages(self._health, _BROADCAST, partial(self._send_broadcast, packed, src, limit_s))
+                in_parts(self._health, _BROADCAST, partial(self._send_broadcast, packed, src, limit_s))
             return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
 
         return self._make_broadcast(name, src, timeout_s, take, in_line=True)
@@ -298,18 +298,22 @@ class TensorDicts(GroupPlanes):
                     self.device_communicator.broadcast(tensor, src, timeout_s=limit_s)
             return []
 
+        def parts() -> TensorDict:
+            landing = self._land(message, WHOLE_TENSORS, receive)
+            receive(landing.parts)
+            return landing.tensor_dict
+
         message = self._broadcast(None, src, timeout_s, None)
         match message:
             case dict():
                 return message
         try:
-            landing = self._land(message, WHOLE_TENSORS, receive)
-            receive(landing.parts)
+            return in_parts(self._health, _BROADCAST, parts)
         except BaseException as error:
+            # A handler may have raised before that function began.
             self._health.left = _BROADCAST, error
             self._health.left_halfway(_BROADCAST, error)
             raise
-        return landing.tensor_dict
 
     # ------------------------------------------------------------------ helpers
 
@@ -370,7 +374,7 @@ def _gather_all(group: GroupPlanes, callbacks: Sequence[Callable[[], None]]) -> 
         for callback in callbacks:
             callback()
 
-    in_stages(group._health, _RECEIVE, stages)  # noqa: SLF001
+    in_parts(group._health, _RECEIVE, stages)  # noqa: SLF001
 
 
 def _gather_slices(group: GroupPlanes, part: torch.Tensor, put: Callable[[torch.Tensor], None]) -> None:

@@ -18,7 +18,7 @@ from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth, Operation
-from device_comm.stages import in_stages, until
+from device_comm.stages import in_parts, until
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, DecodeError, DisagreementError, UsageError
 
@@ -200,7 +200,7 @@ class GatheringHostPlane(ABC):
         def call(limit_s: float | None, end: float | None) -> list[Any]:
             # The region knows of one round. Between two of them the other ranks would wait for the second.
             stages = partial(self._gather_frames, name, frame, header + inline, limit_s, end)
-            return in_stages(self._health, Operation("host", name, 0), stages)
+            return in_parts(self._health, Operation("host", name, 0), stages)
 
         return self._in_turn(name, call, timeout_s)
 

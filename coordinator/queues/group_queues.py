@@ -21,7 +21,7 @@ from coordinator.queues.guard import GroupQueueGuard
 from coordinator.queues.store_exchange import StoreExchange
 from coordinator.settings import CoordinatorSettings
 from device_comm.health import EXPLAIN_S, GroupHealth, Operation
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 from shm_broadcast.codec import register_type
 from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import CapabilityError, CommError, DecodeError, PeerLostError, UsageError
@@ -166,7 +166,7 @@ class GroupQueues:
                 self._host.barrier()
             return end
 
-        return in_stages(self._health, _CREATION, stages)
+        return in_parts(self._health, _CREATION, stages)
 
     def gather(self, reader: int, *, is_blocking: bool) -> tuple[QueueWriter, list[QueueReader]]:
         """Create a queue from every rank, including `reader` itself, to rank `reader`; as `broadcast`.
@@ -183,7 +183,7 @@ class GroupQueues:
                 self._host.barrier()
             return mine, [ends[rank] for rank in sorted(ends)]
 
-        return in_stages(self._health, _CREATION, stages)
+        return in_parts(self._health, _CREATION, stages)
 
     @contextmanager
     def within(self, create_timeout_s: float) -> Iterator[None]:

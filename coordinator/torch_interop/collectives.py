@@ -21,7 +21,7 @@ from device_comm.derived_reductions import Reduction, reducer
 from device_comm.health import SLICE_S, Operation
 from device_comm.outputs import fill
 from device_comm.reduction import ReduceOperation
-from device_comm.stages import BUSY, NESTED, in_stages, until, without_place
+from device_comm.stages import BUSY, NESTED, in_parts, until, without_place
 from device_comm.works import WaiterThreads
 from shm_broadcast.errors import CommError, UsageError
 from shm_broadcast.interruption import is_held
@@ -194,7 +194,7 @@ class TorchCollectives(ProcessGroupBase):
                 with self._in_line:
                     limit_s = timeout_s if end is None else until(end)
                     if is_several:
-                        in_stages(health, Operation("device", name, 0), partial(call, there, limit_s))
+                        in_parts(health, Operation("device", name, 0), partial(call, there, limit_s))
                     else:
                         call(there, limit_s)
                     return

@@ -9,7 +9,7 @@ import torch
 from device_comm.base import DeviceCommunicator, Timeout
 from device_comm.health import Operation
 from device_comm.reduction import ReduceOperation
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 from shm_broadcast.errors import DisagreementError, UsageError
 
 
@@ -30,7 +30,7 @@ def all_reduce_(
         )
     health = there.context.health
     stages = partial(_all_reduce_, there, tensor, timeout_s)
-    return in_stages(health, Operation("device", "all_reduce", 0), stages)
+    return in_parts(health, Operation("device", "all_reduce", 0), stages)
 
 
 def _all_reduce_(there: DeviceCommunicator, tensor: torch.Tensor, timeout_s: Timeout) -> torch.Tensor:

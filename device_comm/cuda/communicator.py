@@ -39,7 +39,7 @@ from device_comm.nccl.streams import Streams, TorchStreams
 from device_comm.outputs import fill
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 from shm_broadcast.errors import CapabilityError, UsageError
 
 __all__ = ["CudaCommunicator"]
@@ -296,7 +296,7 @@ class CudaCommunicator(EndingCommunicator, FusedCommunicator):
             own = self._sum_in_order(padded, (shard,) * size, op, timeout_s)
             return gather(own, 0, (shard,) * size, timeout_s)
 
-        result = in_stages(self.context.health, GroupOperation("device", "all_reduce", 0), stages)
+        result = in_parts(self.context.health, GroupOperation("device", "all_reduce", 0), stages)
         return result[: source.numel()].clone().view(source.shape)
 
     def _sum_in_order(

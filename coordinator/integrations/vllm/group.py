@@ -19,7 +19,7 @@ from coordinator.settings import CoordinatorSettings
 from device_comm import checks
 from device_comm.health import Operation
 from device_comm.outputs import fill
-from device_comm.stages import in_stages
+from device_comm.stages import in_parts
 from shm_broadcast.errors import CapabilityError, DisagreementError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 
@@ -157,7 +157,7 @@ class VllmGroupCoordinator(GroupCoordinator):
             handle = MessageQueueHandle(*offer[:2])
             return self._together(lambda: MessageQueue.create_from_handle(handle, self.rank_in_group))
 
-        return in_stages(self._health, _CREATION, stages)
+        return in_parts(self._health, _CREATION, stages)
 
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
@@ -197,7 +197,7 @@ class VllmGroupCoordinator(GroupCoordinator):
                 queue.shutdown()
                 raise
 
-        return in_stages(self._health, _CREATION, stages)
+        return in_parts(self._health, _CREATION, stages)
 
     def _is_on_node_of(self, rank_in_group: int) -> bool:
         if self._node_ranks is not None:

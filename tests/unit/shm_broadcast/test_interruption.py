@@ -2,10 +2,11 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import is_interrupting, raised_by_handler
 from tests.handlers import alarm
 
 
@@ -48,3 +49,41 @@ def test_a_handler_is_recognised_in_a_caller_of_a_caller() -> None:
     with pytest.raises(RuntimeError) as caught, alarm(0.01, handler):
         wait()
     assert raised_by_handler(caught.value)
+
+
+class Finalized:
+    """What asks as its memory is freed."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        self._ask = ask
+
+    def __del__(self) -> None:
+        self._ask()
+
+
+def test_who_calls_from_a_handler_or_a_finalizer_inside_of_a_function_is_told() -> None:
+    """A plain call is none of these, and neither is one whose handler has come before the function began."""
+    found: list[bool] = []
+    mine = object()
+
+    def ask(count: int = 1) -> None:
+        found.append(is_interrupting(inside.__code__, "owner", mine, count))
+
+    def inside(owner: object, act: Callable[[], object]) -> object:
+        act()
+        return owner
+
+    def struck(act: Callable[[], object]) -> None:
+        before = len(found)
+        with alarm(0.01, act):
+            while len(found) == before:
+                pass
+
+    inside(mine, ask)
+    struck(lambda: inside(mine, ask))
+    inside(object(), lambda: struck(ask))
+    assert found == [False] * 3
+    inside(mine, lambda: struck(ask))
+    inside(mine, lambda: Finalized(ask))
+    inside(mine, lambda: struck(lambda: inside(mine, lambda: ask(2))))
+    assert found[3:] == [True] * 3

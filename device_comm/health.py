@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, Protocol
 
 import msgspec
@@ -62,9 +62,12 @@ EXPLAIN_S: Final = 2.0
 FOREVER_S: Final = 86400.0 * 365
 
 
-def _is_own(error: BaseException) -> bool:
-    """Return whether a call has raised `error` itself: it is an error of this package, and of no signal handler."""
-    return isinstance(error, CommError) and not raised_by_handler(error)
+def _is_own(error: BaseException, *, anywhere: bool = False) -> bool:
+    """Return whether a call has raised `error` itself: it is an error of this package, and of no signal handler.
+
+    `anywhere` as in `raised_by_handler`.
+    """
+    return isinstance(error, CommError) and not raised_by_handler(error, anywhere=anywhere)
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -174,8 +177,8 @@ class GroupHealth:
         self.watch: PeerWatch = watch
         self._status_store = status_store
         self._cause: BaseException | None = None
-        # A call that an exception is leaving, and the exception; see `left_halfway`.
-        self.left: tuple[Operation, BaseException] | None = None
+        # The calls that exceptions are leaving, of all threads, each with its exception; see `left_halfway`.
+        self.left: list[tuple[Operation, BaseException]] = []
         # The calls in progress that are made of several collectives, each with its thread; see `in_parts`.
         self.composed: dict[object, int] = {}
         # The thread that has broken the group and has not aborted all transports yet.
@@ -238,15 +241,10 @@ class GroupHealth:
             ExcludedError: As before, and the other ranks have gone on without this one.
         """
         # Every call asks this: one test, and no further frame, for a group that can be used.
-        if (
-            not self._closed
-            and self._cause is None
-            and self.left is None
-            and self._fork_count == fork_count()
-        ):
+        if not self._closed and self._cause is None and not self.left and self._fork_count == fork_count():
             return
         self.check_owner(name)
-        if (left := self.left) is not None:
+        for left in self.left.copy():
             self.left_halfway(*left)
         if self._closed:
             raise ClosedError(f"{self.where(name)}: the group was destroyed")
@@ -290,13 +288,14 @@ class GroupHealth:
         unfinished nevertheless, it is one further out: a handler has interrupted it to make this call, and it
         may go on.
 
-        The caller has set `left` to the arguments, in the first statement after the exception, so that no
-        function is called in between. If a handler raises again before this has returned, the next call of
-        the group finds `left` and does the rest.
+        The caller has appended the arguments to `left` in the first statement after the exception, so that no
+        handler runs in between. If one raises again before this has returned, the next call of the group finds
+        them in `left` and does the rest, on whichever thread.
         """
-        if not _is_own(error):
+        if not _is_own(error, anywhere=True):
             self._interrupted(operation, error)
-        self.left = None
+        with suppress(ValueError):  # another thread has found it, too
+            self.left.remove((operation, error))
 
     def wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
         """Wait for `work`; check signals, dead peers, failure records and `close` meanwhile.
@@ -393,8 +392,7 @@ class GroupHealth:
         A call that waits for one of those learns from the transport that it has left, and can still receive
         what it sent before.
         """
-        lost = set(self.watch.lost()) - self._excused
-        if lost:
+        if lost := set(self.watch.lost()) - self._excused:
             self._excused |= lost.intersection(self._status_store.left())
         return tuple(sorted(lost - self._excused))
 

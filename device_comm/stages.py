@@ -71,7 +71,7 @@ def in_stages(health: GroupHealth, operation: Operation, stages: Callable[[], Re
     try:
         return stages()
     except BaseException as error:
-        health.left = operation, error
+        health.left.append((operation, error))
         health.left_halfway(operation, error)
         raise
 
@@ -87,7 +87,7 @@ def in_parts(health: GroupHealth, operation: Operation, parts: Callable[[], Resu
         result = parts()
         del health.composed[mark]
     except BaseException as error:
-        health.left = operation, error
+        health.left.append((operation, error))
         health.composed.pop(mark, None)
         health.left_halfway(operation, error)
         raise
@@ -128,7 +128,7 @@ def collective(
         result = stages(operation)
         lane.end(DONE)
     except BaseException as error:
-        health.left = operation, error
+        health.left.append((operation, error))
         health.left_halfway(operation, error)
         if operation.number:
             lane.end(FAILED)

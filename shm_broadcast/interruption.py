@@ -15,8 +15,8 @@ __all__ = ["is_held", "is_interrupting", "raised_by_handler"]
 _SIGNALS: Final = tuple(map(int, signal.valid_signals()))
 
 
-def raised_by_handler(error: BaseException) -> bool:
-    """Return whether a signal handler written in Python raised `error`.
+def raised_by_handler(error: BaseException, *, anywhere: bool = False) -> bool:
+    """Return whether a signal handler written in Python raised `error`, on this thread or, with `anywhere`, on any.
 
     Only the main thread runs handlers. Python passes the interrupted frame to a handler as an argument, and
     the handler's own frame lies directly above that frame; no other function receives its caller's frame. A
@@ -24,13 +24,19 @@ def raised_by_handler(error: BaseException) -> bool:
     the exception and raised another one, the new one counts as that code's. So does an exception that the
     handler itself has caught and that is raised again here. Handlers not in Python are not recognised.
     """
-    if threading.get_ident() != threading.main_thread().ident:
+    main = threading.main_thread().ident
+    is_elsewhere = threading.get_ident() != main
+    if is_elsewhere and not anywhere:
         return False
     # Frames that still run are left out: reading their variables would keep these alive. `error` is often
     # among them, and a reference cycle would then keep it alive too.
     running = set()
     # Not this frame: it holds the set, and the two would keep all callers, with their variables, for the collector.
     frame: FrameType | None = sys._getframe().f_back  # noqa: SLF001 - there is no public way to the calling frames
+    while frame is not None:
+        running.add(frame)
+        frame = frame.f_back
+    frame = sys._current_frames().get(main or 0) if is_elsewhere else None  # noqa: SLF001 - documented
     while frame is not None:
         running.add(frame)
         frame = frame.f_back

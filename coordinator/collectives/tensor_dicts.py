@@ -161,7 +161,7 @@ class TensorDicts(GroupPlanes):
                     handle.wait()
                 _gather_all(all_gather_group or self, callbacks)
             except BaseException as error:
-                self._health.left = _RECEIVE, error
+                self._health.left.append((_RECEIVE, error))
                 self._health.left_halfway(_RECEIVE, error)
                 raise
         return tensor_dict
@@ -197,7 +197,7 @@ class TensorDicts(GroupPlanes):
             try:
                 return self._receive_beside(message, peer, limit_s, slicing, all_gather_group)
             except BaseException as error:
-                self._health.left = _RECEIVE, error
+                self._health.left.append((_RECEIVE, error))
                 self._health.left_halfway(_RECEIVE, error)
                 raise
 
@@ -311,7 +311,7 @@ class TensorDicts(GroupPlanes):
             return in_parts(self._health, _BROADCAST, parts)
         except BaseException as error:
             # A handler may have raised before that function began.
-            self._health.left = _BROADCAST, error
+            self._health.left.append((_BROADCAST, error))
             self._health.left_halfway(_BROADCAST, error)
             raise
 

@@ -7,6 +7,7 @@ its calls, and each message carries (number of its call, whether its rank refuse
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from device_comm.health import GroupHealth, Operation
@@ -96,11 +97,11 @@ class ObjectOrder:
         try:
             return act(call)
         except BaseException as error:
-            self._health.left = operation, error
+            self._health.left.append((operation, error))
             try:
                 self._end(call, operation, error, tell)
             except BaseException as second:
-                self._health.left = operation, second
+                self._health.left.append((operation, second))
                 self._health.left_halfway(operation, second)
                 raise
             raise
@@ -113,14 +114,15 @@ class ObjectOrder:
         tell: Callable[[ObjectCall, str], None],
     ) -> None:
         """Do what is to be done for a call that `error` ends."""
-        if raised_by_handler(error) or not isinstance(error, CommError):
-            if call.number:
-                self._health.left_halfway(operation, error)
-            self._health.left = None
+        is_own = isinstance(error, CommError) and not raised_by_handler(error)
+        if call.number and not is_own:
+            self._health.left_halfway(operation, error)
             return
-        self._health.left = None
+        with suppress(ValueError):  # another thread has found it
+            self._health.left.remove((operation, error))
         if (
-            isinstance(error, UsageError)
+            is_own
+            and isinstance(error, UsageError)
             and not isinstance(error, ClosedError)
             and not self._health.is_inherited
         ):

@@ -181,7 +181,7 @@ class Channels:
             try:
                 self._withdraw(operation, sendings, error)
             except BaseException as second:
-                self._health.left = operation, second
+                self._health.left.append((operation, second))
                 self._health.left_halfway(operation, second)
                 raise
             raise
@@ -212,7 +212,7 @@ class Channels:
             try:
                 self._withdraw(operation, [sending], error)
             except BaseException as second:
-                self._health.left = operation, second
+                self._health.left.append((operation, second))
                 self._health.left_halfway(operation, second)
                 raise
             raise

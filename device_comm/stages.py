@@ -298,15 +298,24 @@ class Turns:
                     self._claims.remove(claim)
 
     def _settle(self) -> None:
-        """Take the numbers of the calls that were refused."""
+        """Take the numbers of the calls that were refused.
+
+        What a signal handler raises between two of these steps breaks the group: nobody else has the reason.
+        """
         while self._refusals:
+            operation = Operation(self._plane, "a refused call", 0)
             try:
-                reason = self._refusals.popleft()
-            except IndexError:  # another thread has taken it
-                return
-            self._health.refusals.tell(self._health, self._plane, reason)
-            if self._region is not None:
-                self._region.refuse(reason)
+                try:
+                    reason = self._refusals.popleft()
+                except IndexError:  # another thread has taken it
+                    return
+                self._health.refusals.tell(self._health, self._plane, reason)
+                if self._region is not None:
+                    self._region.refuse(reason)
+            except BaseException as error:
+                self._health.left.append((operation, error))
+                self._health.left_halfway(operation, error)
+                raise
 
 
 # The functions that hold a claim while they run.

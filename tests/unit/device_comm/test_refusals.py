@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import weakref
+from itertools import count
 
 import pytest
 
@@ -19,6 +20,7 @@ from shm_broadcast.errors import (
     UsageError,
 )
 from shm_broadcast.reports.refusals import Refusal
+from tests.handlers import Interrupt, raising_at
 from tests.unit.device_comm.test_health import LONG_S, OPERATION, SOON_S, FakeWork, Group
 
 
@@ -216,3 +218,30 @@ def test_an_interrupted_refusal_breaks_the_group(
     assert raised.value is error
     with pytest.raises(GroupBrokenError):
         group.health.check_usable("barrier")
+
+
+@pytest.mark.guarantee("D69")
+def test_a_strike_at_the_end_of_a_call_loses_no_refusal_of_another_thread() -> None:
+    """It is told, still waits for the next call, or the group is broken with that reason."""
+    for step in count():
+        group, store = Group(), FakeRefusalStore()
+        group.health.refusals.use(store)
+        turns, refused = Turns(group.health, "host"), list[str]()
+
+        def stages(_operation: object, _end: float) -> None:
+            thread = threading.Thread(target=turns.refuse, args=("reason",))  # noqa: B023 - called within the round
+            thread.start()
+            thread.join()
+            refused.append("reason")  # noqa: B023
+
+        places = ("device_comm/stages.py", "reports/refusals.py")
+        has_come = raising_at(step, lambda: turns.make("barrier", stages, LONG_S), places)  # noqa: B023
+        try:
+            turns.make("barrier", lambda _operation, _end: None, LONG_S)
+        except GroupBrokenError as error:
+            assert isinstance(error.__cause__, Interrupt)  # noqa: PT017 - it need not be raised
+        else:
+            assert [told[3] for told in store.told] == refused, step
+        if not has_come:
+            assert refused
+            return

@@ -97,9 +97,11 @@ class RegionCalls:
         try:
             status = begin()
             if status == _core.BUSY:
-                start = time.monotonic()
-                status = self._take_turn(begin, start + timeout_s)
-                timeout_s = max(start + timeout_s - time.monotonic(), 0.0)
+                end = time.monotonic() + timeout_s
+                # In this function, where `unwind` recognises what `begin` raises.
+                while (status := begin()) == _core.BUSY and time.monotonic() < end:
+                    time.sleep(_TURN_S)
+                timeout_s = max(end - time.monotonic(), 0.0)
             if status != _core.DONE:
                 self.finish(name, status, timeout_s)
         except BaseException as error:
@@ -150,12 +152,6 @@ class RegionCalls:
             self._health.wait(operation, _PendingCall(self, name), timeout_s)
             return
         self.settle(name, status)
-
-    def _take_turn(self, begin: Callable[[], int], end: float) -> int:
-        """Begin a call as soon as no other thread of this rank is in one; return its status, BUSY at the time `end`."""
-        while (status := begin()) == _core.BUSY and time.monotonic() < end:
-            time.sleep(_TURN_S)
-        return status
 
     def finish_part(self, operation: Operation, status: int, timeout_s: float) -> None:
         """Finish a call that is one part of `operation`, in which ranks that are not here take part too.

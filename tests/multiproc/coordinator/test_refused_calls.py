@@ -17,6 +17,7 @@ from coordinator import (
     ReduceOperation,
     UsageError,
 )
+from device_comm import _core
 from shm_broadcast.threads import DaemonThread
 from tests.harness import RankPool
 from tests.worlds import ApartPool, meet, new_group, world
@@ -183,6 +184,12 @@ def without_a_begin(group: GroupCoordinator) -> None:
     region.make("all_reduce", partial(int, "no number"), 30.0)
 
 
+def without_a_later_begin(group: GroupCoordinator) -> None:
+    """Let native code raise where it would begin a call that had to wait for another thread's."""
+    region: Any = vars(group.device_communicator)["_region"]
+    region.make("all_reduce", partial(next, map(int, [str(_core.BUSY)] * 2 + ["no number"])), 30.0)
+
+
 def large(group: GroupCoordinator) -> torch.Tensor:
     return group.all_gather(torch.ones(1 << 17))
 
@@ -211,6 +218,7 @@ LACKING: dict[str, tuple[Call, Call]] = {
         ),
     ),
     "the call itself": (lambda group: group.all_reduce(torch.ones(4)), without_a_begin),
+    "the call itself, in its turn": (lambda group: group.all_reduce(torch.ones(4)), without_a_later_begin),
 }
 
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from typing import Final, Protocol, TypeVar
 
 from device_comm.health import Arrival, GroupHealth, Operation
@@ -40,6 +41,8 @@ NESTED: Final = (
     "called by a signal handler or a finalizer inside of a collective of this group on the same thread"
 )
 
+# The flags of code whose frame loses its calling frame when it is left for a while.
+_SUSPENDED: Final = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 # The least that is left of a deadline: 0 would mean "the group's".
 _LEAST_S: Final = 0.001
 # How often a call looks whether its turn has come.
@@ -157,11 +160,13 @@ class _Claim:
     def is_live(self) -> bool:
         """Return whether the call goes on. What a signal handler raises at its end may leave the claim behind."""
         frame = sys._current_frames().get(self.thread)  # noqa: SLF001 - documented in spite of its name
+        last = None
         while frame is not None:
             if frame.f_code in _CLAIMING and frame.f_locals.get("claim") is self:
                 return True
-            frame = frame.f_back
-        return False
+            last, frame = frame, frame.f_back
+        # The thread may have left a generator meanwhile, and who waits asks again.
+        return last is not None and bool(last.f_code.co_flags & _SUSPENDED)
 
 
 class Turns:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -202,3 +204,13 @@ def test_who_waits_for_a_turn_learns_that_the_group_has_broken() -> None:
         assert found
 
     turns.make("all_reduce", stages, 60.0)
+
+
+def test_a_call_whose_thread_leaves_a_generator_meanwhile_counts_as_going_on() -> None:
+    """A generator that has yielded has no calling frame, so whoever walks from it learns nothing of the call."""
+    claim = _Claim()
+    steps: Any = (step for step in range(2))
+    next(steps)
+    with mock.patch.object(sys, "_current_frames", return_value={claim.thread: steps.gi_frame}):
+        assert claim.is_live()
+    assert not claim.is_live()

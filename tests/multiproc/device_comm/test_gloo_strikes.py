@@ -25,16 +25,16 @@ FILES = (
     "contextlib.py",
     *(
         f"device_comm/{name}.py"
-        for name in ("base", "handles", "health", "movable", "process_group", "works")
+        for name in ("base", "handles", "health", "movable", "process_group", "stages", "works")
     ),
 )
 # Where the stages of a collective run, and where what has ended one is dealt with.
 STAGES = (
     "coordinator/host/gloo.py",
     *(f"device_comm/cpu/several_hosts/{name}.py" for name in ("levels", "leaders", "wires")),
-    *(f"device_comm/{name}.py" for name in ("process_group", "works")),
+    *(f"device_comm/{name}.py" for name in ("process_group", "stages", "works")),
 )
-CLEANING = ("device_comm/process_group.py", "device_comm/health.py")
+CLEANING = tuple(f"device_comm/{name}.py" for name in ("process_group", "health", "stages"))
 
 
 def told(error: GroupBrokenError | PeerLostError, struck: int) -> bool:

@@ -277,7 +277,9 @@ def struck_at_any_step(
 )
 def test_a_strike_between_the_stages_over_a_process_group_is_told(ranks2: RankPool, name: str) -> None:
     """The struck call has not begun, is complete, or has broken the group: never do calls pair wrongly."""
-    found = ApartPool(ranks2).run(struck_at_any_step, name, [process_group.__name__], timeout_s=200.0)
+    found = ApartPool(ranks2).run(
+        struck_at_any_step, name, [process_group.__name__, stages.__name__], timeout_s=200.0
+    )
     assert min(found) > 5
 
 
@@ -286,7 +288,7 @@ def test_a_strike_between_the_stages_over_a_process_group_is_told(ranks2: RankPo
 @pytest.mark.parametrize("name", ["barrier", "all_gather_object"])
 def test_a_strike_between_the_stages_of_objects_over_gloo_is_told(ranks2: RankPool, name: str) -> None:
     """As over a process group, on the plane of objects."""
-    found = ApartPool(ranks2).run(struck_at_any_step, name, [gloo.__name__], timeout_s=200.0)
+    found = ApartPool(ranks2).run(struck_at_any_step, name, [gloo.__name__, stages.__name__], timeout_s=200.0)
     assert min(found) > 5
 
 
@@ -307,7 +309,11 @@ def test_a_strike_between_the_stages_over_several_hosts_is_told(
     """Also to the ranks that wait for the leader of their host, and to those behind another leader."""
     pool = HostsPool(ranks3, ["A", "A", "B"])
     found = pool.run(
-        struck_at_any_step, name, [hierarchical.__name__, levels.__name__], struck, timeout_s=200.0
+        struck_at_any_step,
+        name,
+        [hierarchical.__name__, levels.__name__, stages.__name__],
+        struck,
+        timeout_s=200.0,
     )
     assert min(found) > 5
 
@@ -353,6 +359,7 @@ COMPOSING = [
     coalesced_collectives,
     group_queues,
     coordinator_group,
+    stages,
 ]
 
 

@@ -171,6 +171,7 @@ class PointToPointWorks:
         unfinished: set[object] | None = None,
         *,
         spread_after_s: float = 0.0,
+        most: int | None = None,
     ) -> None:
         """Start to wait.
 
@@ -180,6 +181,7 @@ class PointToPointWorks:
             keep: The memory that the transport reads or writes, kept until all works are done.
             unfinished: Holds this object until then.
             spread_after_s: For how many seconds one thread is enough; by default for one slice.
+            most: How many threads it may take then; by default one for each work.
         """
         self._threads = threads
         self._todo = deque(enumerate(works))
@@ -192,7 +194,8 @@ class PointToPointWorks:
         self._lock = threading.Lock()
         self._done = threading.Lock()
         self._alone_s = spread_after_s
-        self._spread = len(works) < 2
+        self._most = len(works) if most is None else most
+        self._spread = min(len(works), self._most) < 2
         if works:
             self._done.acquire()
             self._unfinished.add(self)
@@ -258,14 +261,15 @@ class PointToPointWorks:
     def _spread_out(self) -> None:
         """Let a thread wait for each work that has none."""
         try:
-            for _ in range(len(self._todo)):
+            for _ in range(min(len(self._todo), self._most - 1)):
                 self._threads.submit(self._drain)
         except ClosedError:
             pass  # whoever waits finds out that the group is closed
         except RuntimeError as error:
             if raised_by_handler(error):
                 raise
-            # The system has no thread to give, and one waits already: the next slice tries again.
+            # The system has no thread to give, and one waits already.
+            self._alone_s = _LONG_WAIT_S
             return
         self._spread = True
 
@@ -278,9 +282,23 @@ class PointToPointWorks:
 class ExchangeWorks:
     """The sends and receives of a collective in flight; see `Pollable`."""
 
-    def __init__(self, threads: WaiterThreads, works: Sequence[tuple[int, dist.Work]], keep: object) -> None:
-        """Start to wait; the arguments are those of `PointToPointWorks`."""
-        self._transfers = PointToPointWorks(threads, works, keep, spread_after_s=_LONG_WAIT_S)
+    def __init__(
+        self,
+        threads: WaiterThreads,
+        works: Sequence[tuple[int, dist.Work]],
+        keep: object,
+        is_watched: Callable[[int], bool],
+    ) -> None:
+        """Start to wait; the arguments are those of `PointToPointWorks`.
+
+        A long wait takes threads only for the peers for which `is_watched` is false: of the others the group notices in
+        another way that they have ended, and with many ranks on a host there would be hundreds of threads.
+        """
+        ordered = sorted(works, key=lambda work: is_watched(work[0]))
+        unwatched = sum(not is_watched(peer) for peer, _ in works)
+        self._transfers = PointToPointWorks(
+            threads, ordered, keep, spread_after_s=_LONG_WAIT_S, most=unwatched
+        )
 
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds."""

@@ -61,5 +61,5 @@ def exchange(
             if part.numel():
                 works.append((health.ranks[peer], group.send([part], peer, tag)))
         # Here too, since the system may have no thread to give: what is posted then ends with the group.
-        transfers = ExchangeWorks(threads, works, parts)
+        transfers = ExchangeWorks(threads, works, parts, health.watch.watches)
     health.wait(operation, transfers, timeout_s)

@@ -160,7 +160,7 @@ def test_a_lost_rank_is_noticed_behind_one_that_is_late() -> None:
     """Only its own transfers fail, and the first thread of a collective waits for those of the late one."""
     threads, late, lost = WaiterThreads("behind"), threading.Event(), threading.Event()
     waiting: Any = [(1, FakeWork(late)), (2, FakeWork(lost, fails=True)), (1, FakeWork(late))]
-    works = ExchangeWorks(threads, waiting, None)
+    works = ExchangeWorks(threads, waiting, None, lambda _: False)
     lost.set()
     with pytest.raises(RuntimeError, match="the connection is closed"):
         wait_until(lambda: works.poll(0.1), "the error", timeout_s=5.0)
@@ -169,11 +169,25 @@ def test_a_lost_rank_is_noticed_behind_one_that_is_late() -> None:
     threads.close(5.0)
 
 
+def test_a_long_wait_takes_no_thread_for_a_peer_that_is_watched() -> None:
+    """With many ranks on a host there would be hundreds, and the group notices the end of these peers anyhow."""
+    threads, done = WaiterThreads("watched"), threading.Event()
+    waiting: Any = [(rank, FakeWork(done)) for rank in range(6)]
+    works = ExchangeWorks(threads, waiting, None, lambda rank: rank < 4)
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        assert not works.poll(0.1)
+    assert len(running("group-coordinator-watched")) == 2
+    done.set()
+    wait_until(lambda: works.poll(0.1), "the end of the collective")
+    threads.close(5.0)
+
+
 def test_a_collective_that_is_soon_over_takes_one_thread() -> None:
     """Each of its transfers would take one otherwise."""
     threads, done = WaiterThreads("soon"), threading.Event()
     waiting: Any = [(rank, FakeWork(done)) for rank in range(4)]
-    works = ExchangeWorks(threads, waiting, None)
+    works = ExchangeWorks(threads, waiting, None, lambda _: False)
     assert not works.poll(0.2)
     assert len(running("group-coordinator-soon")) == 1
     done.set()
@@ -182,7 +196,7 @@ def test_a_collective_that_is_soon_over_takes_one_thread() -> None:
 
 
 def test_a_long_wait_goes_on_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One waits already, and the next slice tries again to get more."""
+    """One waits already, and tries again after a while to get more."""
     threads, late, first = WaiterThreads("scarce"), threading.Event(), threading.Event()
     waiting: Any = [(1, FakeWork(late)), (2, FakeWork(first))]
     works = PointToPointWorks(threads, waiting, None)
@@ -194,8 +208,7 @@ def test_a_long_wait_goes_on_where_no_thread_can_be_had(monkeypatch: pytest.Monk
     with monkeypatch.context() as scarce:
         scarce.setattr(threads, "submit", refuse)
         assert not works.poll(0.01)
-    assert not works.poll(0.01)
-    wait_until(lambda: works.pending() == (1,), "the end of the second work")
+    wait_until(lambda: works.poll(0.01) or works.pending() == (1,), "the end of the second work")
     late.set()
     assert works.poll(5.0)
     threads.close(5.0)

@@ -17,7 +17,7 @@ from device_comm.health import SLICE_S
 from device_comm.outputs import fill
 from device_comm.stages import until
 from device_comm.works import WaiterThreads
-from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, UsageError
+from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, DisagreementError, UsageError
 from shm_broadcast.interruption import is_held, raised_by_handler
 from shm_broadcast.turn import TakenError, Turn
 
@@ -251,6 +251,8 @@ class AnyWork(dist.Work):
         self._translate = translate
         self._source = -1
         self._lock = threading.RLock()
+        # Why the message that came does not fit: it is gone, and every wait says so.
+        self._unfit: DisagreementError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Receive, unless an earlier wait has done so. That of another thread is waited for within the deadline."""
@@ -267,11 +269,17 @@ class AnyWork(dist.Work):
         while self._receive is not None:
             try:
                 with Turn(self._lock, min(SLICE_S, until(end))):
+                    if self._unfit is not None:
+                        raise self._unfit
                     receive = self._receive
                     if receive is not None:
                         self._source = receive(None if timeout_s is None else until(end))
                         # Nothing is called between the receive and this.
                         self._receive = None
+            except DisagreementError as error:
+                if not raised_by_handler(error):
+                    self._unfit = error
+                raise
             except TakenError:
                 if time.monotonic() >= end:
                     raise CommTimeoutError(

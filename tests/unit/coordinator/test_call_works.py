@@ -11,7 +11,7 @@ import torch
 
 from coordinator.torch_interop.works import AnyWork, CallWork
 from device_comm.works import WaiterThreads
-from shm_broadcast.errors import CommError, CommTimeoutError, PeerLostError
+from shm_broadcast.errors import CommError, CommTimeoutError, DisagreementError, PeerLostError
 from tests.unit.device_comm.test_async_marks import Device, line_of
 from tests.waiting import sleeping_in, wait_until
 
@@ -97,6 +97,21 @@ def test_a_receive_from_any_rank_that_has_failed_can_be_waited_for_again() -> No
     assert work.is_completed()
     assert work.source_rank() == 3
     assert senders == [2, 3]
+
+
+def test_a_receive_from_any_rank_whose_message_did_not_fit_takes_no_other() -> None:
+    """That message is gone, and the next one belongs to another receive."""
+    senders: list[int] = []
+
+    def receive(_timeout_s: float | None) -> int:
+        senders.append(2)
+        raise DisagreementError("another size", views={})
+
+    work = AnyWork(receive, translate)
+    for _ in range(2):
+        with pytest.raises(TorchError, match="another size"):
+            work.wait()
+    assert senders == [2]
 
 
 def test_threads_that_wait_for_one_receive_take_one_message() -> None:

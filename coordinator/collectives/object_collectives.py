@@ -136,6 +136,8 @@ class ObjectCollectives(GroupPlanes):
 
             return self._calls.receive("gather_object", timeout_s, take, in_line=True)
 
+        # Before it counts: no other rank makes this call.
+        self._calls.refuse_between("gather_object")
         return self._gathers.make(partial(self._tell_refusal, dst, GATHER_TAG), act)
 
     def _gather_object(

@@ -70,6 +70,7 @@ def interrupted(rank: int, world_size: int, directory: Path, name: str) -> None:
         "several": lambda group: group.all_reduce_coalesced([tensor, tensor.double()]),
         "in a block": SEVERAL["coalescing"],
         "objects": lambda group: group.all_gather_object(1, timeout_s=3.0),
+        "objects for one": lambda group: group.gather_object(rank, 1),
         "a tensor dict": lambda group: group.broadcast_tensor_dict({"a": tensor}, 0),
         "barrier": lambda group: group.barrier(3.0),
     }
@@ -95,6 +96,9 @@ def interrupted(rank: int, world_size: int, directory: Path, name: str) -> None:
         for step in range(3):
             assert group.all_reduce(torch.tensor(float(step))).item() == world_size * step
         assert group.broadcast_object(rank, 0) == 0
+        for step in range(2):
+            found = group.gather_object((rank, step), 1)
+            assert found == ([(each, step) for each in range(world_size)] if rank == 1 else None)
         assert group.all_gather_object(rank) == list(range(world_size))
 
 

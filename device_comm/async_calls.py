@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -23,7 +23,7 @@ import torch
 from device_comm.health import SLICE_S, GroupHealth
 from device_comm.stages import BUSY, until, without_place
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, GroupBrokenError, UsageError
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.threads import DaemonThread, start_thread
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
@@ -473,7 +473,7 @@ class CallLine:
             action()
             return
         # If the group has ended meanwhile, there is nothing left to keep in order.
-        with suppress(ClosedError, GroupBrokenError):
+        with tolerating(ClosedError, GroupBrokenError):
             self.submit(name, action)
 
     def settle(self, name: str, timeout_s: float | None = None) -> float | None:

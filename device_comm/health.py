@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 import msgspec
@@ -28,7 +28,7 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.reports.failure_record import (
     FailureKind,
@@ -294,7 +294,11 @@ class GroupHealth:
         """
         if not _is_own(error, anywhere=True):
             self._interrupted(operation, error)
-        with suppress(ValueError):  # another thread has found it, too
+        self.forget_left(operation, error)
+
+    def forget_left(self, operation: Operation, error: BaseException) -> None:
+        """Remove a note from `left`, unless another thread has done so, which has found it, too."""
+        with tolerating(ValueError):
             self.left.remove((operation, error))
 
     def wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
@@ -635,7 +639,7 @@ class GroupHealth:
             self._break(error)
         except BaseException:
             # A signal handler has raised. Its exception goes on to the caller, but `error` breaks the group.
-            if self._cause is None and not self._closed:
+            if self._cause is None and not self._closed and not self.is_inherited:
                 self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
             self._break(error)
             raise

@@ -11,13 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from typing import Final, Protocol, TypeVar
 
 from device_comm.health import Arrival, GroupHealth, Operation
 from shm_broadcast.errors import UsageError
-from shm_broadcast.interruption import is_interrupting
+from shm_broadcast.interruption import is_interrupting, raised_by_handler, tolerating
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 
@@ -260,7 +259,7 @@ class Turns:
     def _is_first(self, claim: _Claim) -> bool:
         """Return whether it is the turn of `claim`, which has a place; drop claims of calls that are over."""
         while (first := self._claims[0]) is not claim and not first.is_live():
-            with suppress(ValueError):  # another thread has found it, too
+            with tolerating(ValueError):  # another thread has found it, too
                 self._claims.remove(first)
         return first is claim
 
@@ -299,7 +298,7 @@ class Turns:
                     return
                 self._settle()
             finally:
-                with suppress(ValueError):
+                with tolerating(ValueError):
                     self._claims.remove(claim)
 
     def _settle(self) -> None:
@@ -312,8 +311,10 @@ class Turns:
             try:
                 try:
                     reason = self._refusals.popleft()
-                except IndexError:  # another thread has taken it
-                    return
+                except IndexError as error:
+                    if raised_by_handler(error):
+                        raise
+                    return  # another thread has taken it
                 self._health.refusals.tell(self._health, self._plane, reason)
                 if self._region is not None:
                     self._region.refuse(reason)

@@ -7,10 +7,10 @@ import sys
 import threading
 from functools import partial
 from inspect import CO_VARARGS
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Final
 
-__all__ = ["is_held", "is_interrupting", "raised_by_handler"]
+__all__ = ["is_held", "is_interrupting", "raised_by_handler", "tolerating"]
 
 _SIGNALS: Final = tuple(map(int, signal.valid_signals()))
 
@@ -95,15 +95,38 @@ def is_interrupting(code: CodeType, name: str, value: object, count: int) -> boo
         count: How many such functions run on this thread; behind the outermost one nothing is looked for.
     """
     frame: FrameType | None = sys._getframe().f_back  # noqa: SLF001 - there is no public way to the calling frames
+    installed = _installed() if threading.current_thread() is threading.main_thread() else set()
     is_found = False
     while frame is not None and count:
         if frame.f_code is code and frame.f_locals.get(name) is value:
             if is_found:
                 return True
             count -= 1
-        is_found = is_found or frame.f_code.co_name == "__del__" or _is_handler(frame)
+        is_found = (
+            is_found or frame.f_code.co_name == "__del__" or frame.f_code in installed or _is_handler(frame)
+        )
         frame = frame.f_back
     return False
+
+
+class tolerating:  # noqa: N801 - as `contextlib.suppress`
+    """Suppress errors of some types in a block, except those that a signal handler raises there.
+
+    `contextlib.suppress` would drop these too, and a handler may raise any type.
+    """
+
+    def __init__(self, *kinds: type[BaseException]) -> None:
+        """Suppress errors of `kinds`."""
+        self._kinds = kinds
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> bool:
+        """Return whether `error`, which ends the block, is suppressed."""
+        return isinstance(error, self._kinds) and not raised_by_handler(error)
 
 
 def is_held(lock: threading.RLock) -> bool:

@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -39,7 +39,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.guard import QueueGuard
 from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
-from shm_broadcast.interruption import is_held, raised_by_handler
+from shm_broadcast.interruption import is_held, raised_by_handler, tolerating
 from shm_broadcast.layout import MAX_READERS, segment_bytes
 from shm_broadcast.liveness import PeerWatch, this_process
 from shm_broadcast.reports.log_fields import LogFields, log_fields
@@ -550,7 +550,7 @@ def _open_ring(handle: QueueHandle, key: bytes, rank: int, timeout_s: float) -> 
     def hang_up() -> None:
         """End the wait for the writer's answer."""
         for connection in connections:
-            with suppress(OSError):  # not connected, or closed already
+            with tolerating(OSError):  # not connected, or closed already
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 

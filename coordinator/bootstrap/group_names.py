@@ -8,7 +8,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from typing import Final
 
 import msgspec
@@ -25,7 +25,7 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
 
 __all__ = ["GroupNames"]
@@ -102,7 +102,7 @@ class GroupNames:
             yield
         except DisagreementError as error:
             # If the store does not answer, the next round tells the ranks once more that they differ.
-            with suppress(CapabilityError, CommTimeoutError, NativeError, PeerLostError):
+            with tolerating(CapabilityError, CommTimeoutError, NativeError, PeerLostError):
                 self.catch_up(error.views.values())
             raise
 

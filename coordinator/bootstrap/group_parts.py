@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from coordinator.host.process_groups import (
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import CapabilityError, ClosedError, UsageError
-from shm_broadcast.interruption import is_held
+from shm_broadcast.interruption import is_held, tolerating
 from shm_broadcast.liveness import ProcessIdentity
 
 
@@ -191,10 +191,10 @@ class GroupProcessGroups:
             if group is None:
                 break
             # torch no longer knows the groups of a world that was destroyed before.
-            with suppress(ValueError, AssertionError):
+            with tolerating(ValueError, AssertionError):
                 dist.destroy_process_group(group)
             fork_guard.release(group)
-            with self._lock, suppress(ValueError):  # another thread has done so
+            with self._lock, tolerating(ValueError):  # another thread has done so
                 self._adopted.remove(group)
         self.host = self.device = None
         self._asked.clear()

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +18,7 @@ from coordinator.security.store import SecuredStore
 from coordinator.stores import base_of
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CapabilityError, NativeError, UsageError
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +179,11 @@ def _listening_ports() -> Iterator[int]:
     """Yield the ports on which this process listens: torch does not say whether a store has a server."""
     own = set[str]()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # another thread may close one meanwhile
+        with tolerating(OSError):  # another thread may close one meanwhile
             own.add(os.readlink(f"/proc/self/fd/{name}"))
     for table in ("tcp", "tcp6"):
         lines = list[str]()
-        with suppress(FileNotFoundError):  # a kernel without IPv6
+        with tolerating(FileNotFoundError):  # a kernel without IPv6
             lines = read_text(Path(f"/proc/self/net/{table}")).splitlines()[1:]
         for fields in map(str.split, lines):
             address, state, inode = fields[1], fields[3], fields[9]

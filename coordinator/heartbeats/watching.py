@@ -8,11 +8,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable
-from contextlib import suppress
 from typing import Final
 
 from coordinator.heartbeats.links import Link, State
 from shm_broadcast.errors import NativeError
+from shm_broadcast.interruption import tolerating
 from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.reports.log_fields import log_fields
 
@@ -194,10 +194,10 @@ class Heartbeats:
     def _tell(self) -> None:
         """Log and report what looks have found; without the lock, which others may wait for with locks of those."""
         while self._unlogged:
-            with suppress(IndexError):  # another thread has logged it
+            with tolerating(IndexError):  # another thread has logged it
                 logger.error("%s", self._unlogged.popleft(), extra=log_fields())
         while self._untold:
-            with suppress(IndexError, ValueError):  # another thread has told it, too
+            with tolerating(IndexError, ValueError):  # another thread has told it, too
                 lost = self._untold[0]
                 with self._lock:
                     watches = self._watches.copy()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import torch
@@ -28,6 +27,7 @@ from device_comm.stages import Turns, collective, in_stages, until
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, ClosedError
+from shm_broadcast.interruption import tolerating
 
 Result = TypeVar("Result")
 
@@ -418,7 +418,7 @@ class GlooHostPlane(GatheringHostPlane):
         deadline = time.monotonic() + timeout_s
         for (peer, _), sends in list(self._eager.items()):
             # If this peer's connection is closed, another peer may still want what was sent to it.
-            with suppress(RuntimeError):
+            with tolerating(RuntimeError):
                 while sends.settling is not None or sends.open:
                     works = sends.settle(self._threads, self._ranks[peer])
                     if not works.poll(max(deadline - time.monotonic(), 0.0)):

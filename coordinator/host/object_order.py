@@ -7,7 +7,6 @@ its calls, and each message carries (number of its call, whether its rank refuse
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from device_comm.health import GroupHealth, Operation
@@ -118,8 +117,7 @@ class ObjectOrder:
         if call.number and not is_own:
             self._health.left_halfway(operation, error)
             return
-        with suppress(ValueError):  # another thread has found it
-            self._health.left.remove((operation, error))
+        self._health.forget_left(operation, error)
         if (
             is_own
             and isinstance(error, UsageError)

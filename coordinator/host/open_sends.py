@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection
-from contextlib import suppress
 from typing import Final
 
 from device_comm.handles import CompletedHandle, Handle
 from shm_broadcast.errors import CapabilityError, CommError
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
 
 # When this many sends are open, the next one waits for the oldest: a receiver that is so far behind has stopped.
 MAX_OPEN_SENDS: Final = 256
@@ -58,7 +57,7 @@ class OpenSends:
         """Drop `handle`, unless another thread or a signal handler has done so."""
         # `remove` finds it at the front, and runs no Python code that could come between finding and removing: handles
         # are compared by identity.
-        with suppress(ValueError):
+        with tolerating(ValueError):
             self._handles.remove(handle)
 
     def flush(self, timeout_s: float, unfinished: Collection[object] = ()) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from coordinator.bootstrap.world import World
 from coordinator.security.store import secured
 from device_comm.health import GroupHealth, Operation
 from shm_broadcast import codec
+from shm_broadcast.interruption import tolerating
 from shm_broadcast.timeouts import as_timedelta
 
 __all__ = ["StoreExchange", "exchange_of"]
@@ -77,7 +77,7 @@ class StoreExchange:
         return found
 
     def _missing(self, keys: dict[int, str]) -> list[int]:
-        with suppress(RuntimeError):
+        with tolerating(RuntimeError):
             return [rank for rank, key in keys.items() if not self._store.check([key])]
         return []
 

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 import torch.distributed as dist
@@ -38,6 +37,7 @@ from coordinator.security.store_thread import StoreThread, is_at
 from shm_broadcast.descriptors import new_eventfd
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys
 from shm_broadcast.errors import DecodeError, UsageError
+from shm_broadcast.interruption import tolerating
 from shm_broadcast.liveness import fork_count
 from shm_broadcast.remote.wire import connect, new_context
 from shm_broadcast.reports.log_fields import log_fields
@@ -237,7 +237,7 @@ class StoreClient(StoreThread):
         self._monitor.close(0)
         is_connected = self._is_welcome and self._broken is None
         if is_connected:
-            with suppress(zmq.Again):  # the connection has just ended
+            with tolerating(zmq.Again):  # the connection has just ended
                 self._dealer.send(pack(Kind.BYE, self._rank, 0, self.generation), zmq.NOBLOCK)
         # An open socket would connect again.
         self._dealer.close(_FAREWELL_MS if is_connected else 0)
@@ -263,7 +263,7 @@ class StoreClient(StoreThread):
         """Connect again where zmq has given up: another start of the store may come there."""
         if self._again_at is not None and time.monotonic() >= self._again_at:
             self._again_at = None
-            with suppress(zmq.ZMQError):  # zmq has let go of the address itself
+            with tolerating(zmq.ZMQError):  # zmq has let go of the address itself
                 self._dealer.disconnect(self._url)
             self._dealer.connect(self._url)
 

@@ -6,7 +6,6 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from device_comm.cpu.channel_ends import (
@@ -22,6 +21,7 @@ from device_comm.cpu.channel_ends import (
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, ClosedError, UsageError
+from shm_broadcast.interruption import tolerating
 
 # How often a thread that writes checks whether the channels were closed.
 _BACKGROUND_SLICE_NS: Final = 20_000_000
@@ -222,7 +222,7 @@ class ChannelSender:
     def go_on(self) -> None:
         """Let a thread of ours write what waits behind a call that is done."""
         # Whoever waits for such a message, or asks about it, calls the thread again, and raises why there is none.
-        with suppress(CapabilityError, ClosedError):
+        with tolerating(CapabilityError, ClosedError):
             self.call_thread()
 
     def call_thread(self, *, again: bool = False) -> None:

@@ -7,7 +7,6 @@ import mmap
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Final, NamedTuple
 
 import msgspec
@@ -24,7 +23,7 @@ from shm_broadcast.errors import (
     DecodeError,
     PeerLostError,
 )
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import this_process
 from shm_broadcast.segment import Handover, Hello, Segment, take_descriptor
 from shm_broadcast.status.kept_pages import KeptPages
@@ -206,7 +205,7 @@ class Preparation:
         """End the wait for the first rank's answer."""
         connection = self._connection
         if connection is not None:
-            with suppress(OSError):  # not connected, or closed already
+            with tolerating(OSError):  # not connected, or closed already
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 

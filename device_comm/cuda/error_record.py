@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Final
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.kernel_layout import ABORT_OFFSET, ERROR_RECORD_BYTES, KernelFailure, read_failure
 from device_comm.health import FAILURE_EVERY_S, GroupHealth
+from shm_broadcast.interruption import tolerating
 from shm_broadcast.threads import DaemonThread
 
 __all__ = ["DeathWatch", "ErrorRecord"]
@@ -98,7 +98,7 @@ class DeathWatch:
     def _watch(self) -> None:
         next_look = time.monotonic() + FAILURE_EVERY_S
         while not self._stop.wait(WATCH_EVERY_S):
-            with contextlib.suppress(OSError):  # a teardown closes the watch first, then calls `stop`
+            with tolerating(OSError):  # a teardown closes the watch first, then calls `stop`
                 if self._health.lost():
                     self._record.abort()
                     # A rank that has left in order before it ended breaks nothing; the others are still watched.

@@ -6,7 +6,6 @@ module holds one family of kernels for one architecture, world size and element 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -20,7 +19,7 @@ from typing import Any, Final
 from device_comm.cuda.driver_bindings import bindings
 from device_comm.cuda.whole_file import write_whole
 from shm_broadcast.errors import CapabilityError, CudaError, UsageError
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
 
 __all__ = [
     "DTYPES",
@@ -179,7 +178,7 @@ def _compiler_identity() -> str:
     The bindings use NVRTC from its wheel if one is installed; otherwise only the library knows its version.
     """
     for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        with tolerating(importlib.metadata.PackageNotFoundError):
             return f"{wheel} {importlib.metadata.version(wheel)}"
     return compiler_version()
 
@@ -301,7 +300,7 @@ class KernelCache:
         """Delete the oldest files beyond `MOST_FILES`; other processes may do so at the same time."""
         found = []
         for path in self.directory.glob("*.cubin*"):
-            with contextlib.suppress(FileNotFoundError):
+            with tolerating(FileNotFoundError):
                 found.append((path.stat().st_mtime_ns, path))
         for _, path in sorted(found)[: max(0, len(found) - MOST_FILES)]:
             path.unlink(missing_ok=True)

@@ -53,7 +53,6 @@ import builtins
 import importlib
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -79,7 +78,7 @@ from shm_broadcast.codec.registry import (
 )
 from shm_broadcast.codec.wire_format import Builder, Code, DataBuilder, Describer, Description, Refusal
 from shm_broadcast.errors import CapabilityError, DecodeError, UsageError
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.threads import ImportingError, import_aside
 
 __all__ = [
@@ -294,7 +293,7 @@ def _adapter_of(package: str) -> Any:
     thread can be had, as when the interpreter is about to exit, this thread imports it.
     """
     name = f"shm_broadcast.codec.{package}_adapter"
-    with suppress(CapabilityError):
+    with tolerating(CapabilityError):
         import_aside(name, *_LAZY[package])
     adapter = _adapters[package] = importlib.import_module(name)
     return adapter

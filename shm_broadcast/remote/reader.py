@@ -12,7 +12,6 @@ import secrets
 import select
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from typing import Final, NoReturn, Self
 
@@ -29,7 +28,7 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
-from shm_broadcast.interruption import is_held
+from shm_broadcast.interruption import is_held, tolerating
 from shm_broadcast.liveness import ProcessIdentity, fork_count
 from shm_broadcast.remote.reads import RemoteReads
 from shm_broadcast.remote.wire import Context, Kind, Record, connect, identity_of, new_context, pack, unpack
@@ -192,7 +191,7 @@ class RemoteReader(RemoteReads):
         if self._inbox or self._has_ended or self._is_closing or self._failure is not None:
             os.eventfd_write(self._signal, 1)
         else:
-            with suppress(BlockingIOError):  # raised if it is unreadable
+            with tolerating(BlockingIOError):  # raised if it is unreadable
                 os.eventfd_read(self._signal)
 
     def raise_late(self, call: str, within_s: float) -> NoReturn:
@@ -203,7 +202,7 @@ class RemoteReader(RemoteReads):
         """Return whether a message has arrived. Does not wait."""
         with self._lock:
             if not self._inbox and not self._is_closing:
-                with suppress(BlockingIOError):  # raised if the eventfd was not set
+                with tolerating(BlockingIOError):  # raised if the eventfd was not set
                     os.eventfd_read(self._wake)
                 self._drain(_BATCH)
             return bool(self._inbox)
@@ -404,7 +403,7 @@ class RemoteReader(RemoteReads):
                 else:
                     poller.unregister(self.descriptors[0])
             poller.poll(int(max(0.0, wait_s) * 1000) + 1)
-            with suppress(BlockingIOError):  # raised if the eventfd was not set
+            with tolerating(BlockingIOError):  # raised if the eventfd was not set
                 os.eventfd_read(self._stop)
             before = self._state()
             while self._monitor.poll(0):

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, Final, Self
 
 import zmq
@@ -24,6 +23,7 @@ from shm_broadcast import codec
 from shm_broadcast.descriptors import new_eventfd
 from shm_broadcast.endpoint import VERSION, RemoteEndpoint, RemoteKeys, RemoteSettings, checked_key
 from shm_broadcast.errors import DecodeError, InternalError, PeerLostError, UsageError
+from shm_broadcast.interruption import tolerating
 from shm_broadcast.liveness import fork_count
 from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.ledger import Ledger, Link, Part
@@ -324,7 +324,7 @@ class RemoteWriter(RemoteEnd):
             if has_more:
                 time.sleep(_PAUSE_S)
             poller.poll(0 if has_more else int(max(0.0, wake_at - time.monotonic()) * 1000) + 1)
-            with suppress(BlockingIOError):  # raised if the eventfd was not set
+            with tolerating(BlockingIOError):  # raised if the eventfd was not set
                 os.eventfd_read(self._wake)
             admitted = self._gatekeeper.answer()
             with self._lock:

@@ -12,11 +12,11 @@ import os
 import threading
 import time
 import weakref
-from contextlib import suppress
 from typing import Final, Protocol
 
 from shm_broadcast import _core
 from shm_broadcast.descriptors import new_eventfd, refuse_if_full
+from shm_broadcast.interruption import tolerating
 from shm_broadcast.liveness import fork_count
 from shm_broadcast.threads import DaemonThread, start_thread
 
@@ -95,7 +95,7 @@ class ReadSignal:
         if memory is None or self._forks != fork_count():
             return
         self.stop[0] = 1
-        with suppress(_core.MappingError):  # the ring was overwritten; the thread looks again soon
+        with tolerating(_core.MappingError):  # the ring was overwritten; the thread looks again soon
             _core.ring_stir(memory)
 
     def end(self) -> None:

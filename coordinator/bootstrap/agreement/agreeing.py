@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Final
 
@@ -50,7 +50,7 @@ from shm_broadcast.errors import (
     NativeError,
     PeerLostError,
 )
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import PeerWatch, fork_count, refusal_to_watch
 from shm_broadcast.stacks.attached import ask_missing, attach
 from shm_broadcast.timeouts import as_timedelta
@@ -192,7 +192,7 @@ def decline(store: dist.Store, what: str, rank: int, error: CommError) -> None:
         error: The reason.
     """
     # The others notice that themselves.
-    with suppress(*_UNTOLD):
+    with tolerating(*_UNTOLD):
         ask_store(
             lambda: outcomes.decide(store, outcomes.Refused(0, rank, str(error))),
             f"creating {what} (rank {rank})",
@@ -528,7 +528,7 @@ class _Agreement:
                 self._store.add("told", 1)
 
         # The others notice that themselves.
-        with suppress(*_UNTOLD):
+        with tolerating(*_UNTOLD):
             self._check_store()
             ask_store(tell, self._where, within_s, self._check_store)
 
@@ -536,7 +536,7 @@ class _Agreement:
         """Return the error for `failure` after the others have read it too: this rank may be serving the store."""
         pause_s = max(TOLD_PAUSE_S, len(self._ranks) * TOLD_PAUSE_PER_RANK_S)
         end = time.monotonic() + LINGER_S
-        with suppress(RuntimeError):  # the rank that serves the store has left
+        with tolerating(RuntimeError):  # the rank that serves the store has left
             told = store.add("told", 1)
             while told < (failure.came or len(self._ranks)) and time.monotonic() < end:
                 if self._over.wait(min(pause_s, max(end - time.monotonic(), 0.0))):

@@ -22,7 +22,6 @@ killed, and a process that joins a run later removes the links of killed process
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -39,7 +38,7 @@ import torch.distributed as dist
 from coordinator.bootstrap.blocking_calls import UNREADABLE, finish_calls
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import CommTimeoutError, UsageError
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import ProcessIdentity, fork_count, process_state, this_process
 
 _POINTER: Final = "current"
@@ -368,7 +367,7 @@ class DirectoryRendezvous:
             return
         if read_text(aside) != generation.name:
             # It already leads to the next generation: restore it, unless a newer one is in place.
-            with contextlib.suppress(FileExistsError):
+            with tolerating(FileExistsError):
                 pointer.hardlink_to(aside)
         aside.unlink()
 

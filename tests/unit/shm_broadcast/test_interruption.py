@@ -1,12 +1,14 @@
 """The question whether a signal handler has raised an error, which is asked wherever an error is caught."""
 
 import gc
+import signal
 import weakref
 from collections.abc import Callable
+from types import FrameType
 
 import pytest
 
-from shm_broadcast.interruption import is_interrupting, raised_by_handler
+from shm_broadcast.interruption import is_interrupting, raised_by_handler, tolerating
 from tests.handlers import alarm
 
 
@@ -61,6 +63,24 @@ class Finalized:
         self._ask()
 
 
+def test_a_block_tolerates_its_own_errors_and_no_other() -> None:
+    """A handler may raise the same type, which must arrive."""
+
+    def lose(*_: object) -> None:
+        raise FileNotFoundError("of the handler")
+
+    with tolerating(OSError, ValueError):
+        raise FileNotFoundError("of the block")
+    with pytest.raises(KeyError), tolerating(OSError, ValueError):
+        raise KeyError
+    before = signal.signal(signal.SIGALRM, lose)
+    try:
+        with pytest.raises(FileNotFoundError, match="of the handler"), tolerating(OSError):
+            signal.raise_signal(signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_who_calls_from_a_handler_or_a_finalizer_inside_of_a_function_is_told() -> None:
     """A plain call is none of these, and neither is one whose handler has come before the function began."""
     found: list[bool] = []
@@ -86,4 +106,14 @@ def test_who_calls_from_a_handler_or_a_finalizer_inside_of_a_function_is_told() 
     inside(mine, lambda: struck(ask))
     inside(mine, lambda: Finalized(ask))
     inside(mine, lambda: struck(lambda: inside(mine, lambda: ask(2))))
-    assert found[3:] == [True] * 3
+
+    def forgetful(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        ask()
+
+    before = signal.signal(signal.SIGALRM, forgetful)
+    try:
+        inside(mine, lambda: signal.raise_signal(signal.SIGALRM))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert found[3:] == [True] * 4

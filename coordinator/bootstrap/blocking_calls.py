@@ -79,7 +79,7 @@ def run_interruptibly(
         start_thread(thread, f"for {name!r}")
         while True:
             thread.join(0.1)
-            _refuse_inherited(name, forks)
+            refuse_inherited(name, forks)
             if not thread.is_alive():
                 return outcome.result()
             check()
@@ -95,8 +95,8 @@ def run_interruptibly(
         del outcome
 
 
-def _refuse_inherited(name: str, forks: int) -> None:
-    """Raise if a signal handler has forked this process: the thread of a call then runs in its parent only."""
+def refuse_inherited(name: str, forks: int) -> None:
+    """Raise `UsageError` if a handler has forked this process in the call `name`, which began at count `forks`."""
     if forks != fork_count():
         raise UsageError(
             f"{name!r} belongs to the process that forked this one; a forked child must create its own groups, "

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import UNREADABLE, ask_store, pause_after, unreadable
+from coordinator.bootstrap.blocking_calls import (
+    UNREADABLE,
+    ask_store,
+    pause_after,
+    refuse_inherited,
+    unreadable,
+)
 from coordinator.elastic import protocol
 from coordinator.elastic.ending import TELL_S
 from coordinator.elastic.protocol import (
@@ -39,7 +44,8 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.interruption import raised_by_handler, tolerating
+from shm_broadcast.liveness import fork_count
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
 __all__ = ["Actions", "Deadlines", "Driver", "ask", "finite_seconds"]
@@ -126,6 +132,7 @@ class Driver:
         self._since: dict[tuple[int, str], float] = {}
         # Whether this rank was interrupted, and only tells the others.
         self._is_leaving = False
+        self._forks = fork_count()
 
     def run(self, steps: Steps) -> Any:
         """Go through one of the programs of `protocol`; return what it returns.
@@ -133,6 +140,7 @@ class Driver:
         An exception that interrupts this is thrown into the program, which then tells the other members.
 
         Raises:
+            UsageError: This process is a forked child, which a signal handler has made while this waited.
             CommTimeoutError: The store does not answer.
             NativeError: The store is gone, or holds what no member has written.
         """
@@ -140,8 +148,10 @@ class Driver:
             try:
                 return self._follow(steps, partial(steps.send, None))
             except BaseException as error:
-                # A program that has already ended raises the error again at once.
-                self._follow(steps, partial(steps.throw, error))
+                # A program that has already ended raises the error again at once. In a child that a signal handler has
+                # forked there is nothing to tell: the agreement is its parent's.
+                if self._forks == fork_count():
+                    self._follow(steps, partial(steps.throw, error))
                 raise
         except UNREADABLE as error:
             if raised_by_handler(error):
@@ -157,6 +167,7 @@ class Driver:
             return stop.value
 
     def _do(self, wants: protocol.Operation) -> Any:
+        refuse_inherited(self._where, self._forks)
         if isinstance(wants, Tell):
             self._is_leaving = True
         if isinstance(wants, (Put, Get, Swap, Tell)):
@@ -191,7 +202,7 @@ class Driver:
         question = partial(_answer, self._store, wants)
         if not self._is_leaving:
             return ask_store(question, self._where, self._deadlines.all_s)
-        with suppress(CapabilityError, CommTimeoutError, NativeError):  # what has interrupted it is raised
+        with tolerating(CapabilityError, CommTimeoutError, NativeError):  # what has interrupted it is raised
             return ask_store(question, self._where, TELL_S)
         return None
 

@@ -26,7 +26,7 @@ from shm_broadcast.errors import (
     UsageError,
 )
 from shm_broadcast.interruption import raised_by_handler
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count
 from shm_broadcast.reports.log_fields import log_fields
 
 __all__ = ["Change", "Groups", "Joiner", "Note", "Part", "Rebuildable", "Recipe", "note_of", "settings_facts"]
@@ -195,6 +195,7 @@ class Part(Generic[Groups]):
         self._create = create
         self._ending = ending
         self._step_s = step_s
+        self._forks = fork_count()
         # Whether this process has let go of the groups of the last epoch, to make the next ones.
         self._is_at_rest = False
         self._rule = rule
@@ -388,6 +389,8 @@ class Part(Generic[Groups]):
             self._ending.follow(self.line.epoch, number)
 
     def _refuse(self, number: int, reason: str, timeout_s: float) -> None:
+        if self._forks != fork_count():  # the change is that of the parent
+            return
         try:
             self._meeting(number).refuse(reason, timeout_s)
         except (CapabilityError, CommTimeoutError, NativeError) as error:

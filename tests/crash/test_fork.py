@@ -12,12 +12,15 @@ from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any, Never
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from coordinator import parallel_state
+from coordinator.elastic.driver import Deadlines, Driver
+from coordinator.elastic.protocol import agree_on_members
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
@@ -343,6 +346,43 @@ def test_a_handler_that_forks_inside_of_a_creation_leaves_the_parent_its_group(
     method = "file://{directory}/rendezvous" if way == "file" else f"tcp://127.0.0.1:{free_port()}"
     expected = "UsageError" if does == "returns" else "RankExit"
     assert ranks2.run(fork_in_a_creation, method, does) == [[expected, (2 * small()).tolist()]] * 2
+
+
+def fork_while_members_agree(rank: int, world_size: int, directory: Path, does: str) -> list[Any]:
+    """Let a handler fork while this member waits for another that never comes."""
+    store, parent, report = dist.HashStore(), os.getpid(), directory / f"report-{rank}"
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        if fork() == 0 and does == "raises":
+            raise RankExit(0)
+
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    ended: Any = None
+    try:
+        driver = Driver(store, 0, mock.Mock(dead=frozenset), Deadlines(1.0), "here")
+        ended = driver.run(agree_on_members(0, 0, (0, 1)))
+    except BaseException as raised:
+        ended = raised
+    keys = [key for key in ("1/present/0", "1/confirm/0", "1/members") if store.check([key])]
+    found = [type(ended).__name__, keys]
+    if os.getpid() != parent:
+        report.write_text(json.dumps(found))
+        os._exit(0)
+    os.wait()
+    return [found, json.loads(report.read_text())]
+
+
+@pytest.mark.guarantee("G10")
+@pytest.mark.parametrize("does", ["returns", "raises"])
+def test_a_handler_that_forks_while_members_agree_leaves_the_agreement_to_the_parent(
+    ranks2: RankPool, does: str
+) -> None:
+    """The child writes nothing: neither the next steps, nor that this member was interrupted."""
+    expected = "UsageError" if does == "returns" else "RankExit"
+    for parent, child in ranks2.run(fork_while_members_agree, does):
+        assert child == [expected, ["1/present/0"]]
+        assert parent[0] == "Late"
 
 
 def program(rank: int, method: str, who: str) -> None:

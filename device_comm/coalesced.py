@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
 from device_comm import checks
-from device_comm.base import SUM, DeviceCommunicator, Timeout
+from device_comm.base import SUM, DeviceCommunicator
 from device_comm.derived_reductions import Reduction, reducer
 from device_comm.health import Operation
 from device_comm.process_group import as_bytes, dense
-from device_comm.stages import in_parts, until
+from device_comm.stages import in_parts
 
 # The bytes of each tensor start at a multiple of this, so that they can be viewed as any dtype.
 _ALIGNMENT: Final = 16
@@ -46,24 +45,19 @@ def _for_each_dtype(
     there: DeviceCommunicator,
     name: str,
     tensors: Sequence[torch.Tensor],
-    call: Callable[[list[int], Timeout], None],
-    timeout_s: Timeout,
+    call: Callable[[list[int]], None],
 ) -> None:
-    """Make a collective for the places of each dtype among `tensors`; together they are the call `name`.
-
-    `call` gets the places, and what is left of the deadline that all of them share.
-    """
+    """Make a collective for the places of each dtype among `tensors`; together they are the call `name`."""
     places: dict[torch.dtype, list[int]] = {}
     for at, tensor in enumerate(tensors):
         places.setdefault(tensor.dtype, []).append(at)
 
     def stages() -> None:
-        end = time.monotonic() + (timeout_s or there.context.timeout_s)
         for each in places.values():
-            call(each, until(end))
+            call(each)
 
     if len(places) == 1:
-        call(list(range(len(tensors))), timeout_s)
+        stages()
     else:
         in_parts(there.context.health, Operation("device", name, 0), stages)
 
@@ -80,15 +74,15 @@ def all_reduce(
     if there.world_size == 1:
         return results
 
-    def reduce(places: list[int], left_s: Timeout) -> None:
+    def reduce(places: list[int]) -> None:
         flat = torch.cat([dense(results[at]).view(-1) for at in places])
         # The communicator or the reducer checks the operation.
-        whole = reducer(op, there).all_reduce(flat, op, timeout_s=left_s)
+        whole = reducer(op, there).all_reduce(flat, op, timeout_s=timeout_s)
         parts = torch.split(whole, [results[at].numel() for at in places])
         for at, part in zip(places, parts, strict=True):
             results[at] = part.view(results[at].shape)
 
-    _for_each_dtype(there, "all_reduce_coalesced", results, reduce, timeout_s)
+    _for_each_dtype(there, "all_reduce_coalesced", results, reduce)
     return results
 
 
@@ -134,7 +128,7 @@ def reduce_scatter(
     if size == 1:
         return results
 
-    def reduce(places: list[int], left_s: Timeout) -> None:
+    def reduce(places: list[int]) -> None:
         rows, shapes = [], []
         for at in places:
             source = results[at].detach()
@@ -144,10 +138,10 @@ def reduce_scatter(
             shapes.append(parts.shape[1:])
             rows.append(dense(parts).view(size, math.prod(parts.shape[1:])))
         whole = torch.cat(rows, 1)
-        own = reducer(op, there).reduce_scatter(whole, 0, op, timeout_s=left_s)
+        own = reducer(op, there).reduce_scatter(whole, 0, op, timeout_s=timeout_s)
         own_parts = torch.split(own.view(-1), [math.prod(shape) for shape in shapes])
         for at, part, shape in zip(places, own_parts, shapes, strict=True):
             results[at] = part.view(shape)
 
-    _for_each_dtype(there, "reduce_scatter_coalesced", results, reduce, timeout_s)
+    _for_each_dtype(there, "reduce_scatter_coalesced", results, reduce)
     return results

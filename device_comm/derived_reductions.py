@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol, TypeAlias
@@ -22,7 +21,7 @@ from device_comm.base import SUM, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import Handle
 from device_comm.health import Operation
 from device_comm.reduction import ReduceOperation, accumulation_dtype
-from device_comm.stages import in_parts, until
+from device_comm.stages import in_parts
 from shm_broadcast.errors import UsageError
 
 # Up to this size every rank gets everything; beyond it each combines a share, and the shares are gathered.
@@ -236,9 +235,8 @@ class _Bitwise(_Derived):
         padded = torch.nn.functional.pad(flat, (0, share * size - flat.numel()))
 
         def stages() -> torch.Tensor:
-            end = time.monotonic() + (timeout_s or self.context.timeout_s)
-            own = self._reduce_scatter(padded, 0, (share,) * size, op, until(end))
-            return self._all_gather(own, 0, (share,) * size, until(end))
+            own = self._reduce_scatter(padded, 0, (share,) * size, op, timeout_s)
+            return self._all_gather(own, 0, (share,) * size, timeout_s)
 
         shares = in_parts(self.context.health, Operation("device", "all_reduce", 0), stages)
         return shares[: flat.numel()].view(input_.shape)

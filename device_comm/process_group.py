@@ -139,35 +139,37 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def _collective(
         self,
         name: str,
-        stages: Callable[[Operation, float], Result],
+        stages: Callable[[Operation, Timeout], Result],
         timeout_s: Timeout,
         nbytes: int,
         root: int = NOBODY,
     ) -> Result:
-        """Make a collective in its turn; all rounds of `stages` share the deadline, a monotonic time."""
+        """Make a collective in its turn; `stages` gets what is left of the deadline."""
+        if self._turns is None:
+            return collective(
+                self._health, "device", name, lambda operation: stages(operation, timeout_s), nbytes, root
+            )
+
         limit_s = timeout_s or self.context.timeout_s
-        if self._turns is not None:
-            return self._turns.make(name, stages, limit_s, nbytes, root)
-        end = time.monotonic() + limit_s
-        return collective(
-            self._health, "device", name, lambda operation: stages(operation, end), nbytes, root
+        return self._turns.make(
+            name, lambda operation, end: stages(operation, until(end)), limit_s, nbytes, root
         )
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
-        def stages(operation: Operation, end: float) -> torch.Tensor:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor:
             source = dense(input_)
             if source.numel() == 0:
                 return torch.empty_like(source)
             if source.nbytes <= ONE_SHOT_BYTES:
-                gathered = self._gather_bytes(operation, as_bytes(source), end)
+                gathered = self._gather_bytes(operation, as_bytes(source), timeout_s)
                 parts = list(gathered.view(source.dtype).view(self.world_size, *source.shape))
                 return reduce_in_rank_order(parts, op)
             # Each rank combines its share of the flat tensor, then the shares are gathered.
             flat = source.view(-1)
             counts = self._shares(flat.numel())
             own = flat.new_empty(counts[0])
-            own[: counts[self.rank_in_group]] = self._combine(operation, flat, counts, op, end)
-            gathered = self._gather_bytes(operation, as_bytes(own), end)
+            own[: counts[self.rank_in_group]] = self._combine(operation, flat, counts, op, timeout_s)
+            gathered = self._gather_bytes(operation, as_bytes(own), timeout_s)
             return gathered.view(source.dtype)[: flat.numel()].view(source.shape)
 
         return self._collective("all_reduce", stages, timeout_s, input_.nbytes)
@@ -175,22 +177,22 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor | None:
-        def stages(operation: Operation, end: float) -> torch.Tensor | None:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor | None:
             source = dense(input_)
             if source.nbytes <= ONE_SHOT_BYTES or self.world_size == 2:
                 # The root combines what it gathers: one transfer instead of an exchange and a transfer.
-                parts = self._gather_parts(operation, source, dst, end)
+                parts = self._gather_parts(operation, source, dst, timeout_s)
                 return None if parts is None else reduce_in_rank_order(list(parts), op)
             flat = source.view(-1)
             counts = self._shares(flat.numel())
-            own = self._combine(operation, flat, counts, op, end)
+            own = self._combine(operation, flat, counts, op, timeout_s)
             if self.rank_in_group != dst:
-                self._transfer(operation, self.process_group.send, {dst: own}, end)
+                self._transfer(operation, self.process_group.send, {dst: own}, timeout_s)
                 return None
             result = torch.empty_like(flat)
             shares = dict(enumerate(result.split_with_sizes(counts)))
             shares.pop(dst).copy_(own)
-            self._transfer(operation, self.process_group.recv, shares, end)
+            self._transfer(operation, self.process_group.recv, shares, timeout_s)
             return result.view(source.shape)
 
         return self._collective("reduce", stages, timeout_s, input_.nbytes, dst)
@@ -203,9 +205,9 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def _reduce_scatter(
         self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
-        def stages(operation: Operation, end: float) -> torch.Tensor:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor:
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-            return self._combine(operation, rows, sizes, op, end).movedim(0, dim).contiguous()
+            return self._combine(operation, rows, sizes, op, timeout_s).movedim(0, dim).contiguous()
 
         return self._collective("reduce_scatter", stages, timeout_s, input_.nbytes)
 
@@ -215,14 +217,14 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         rows: torch.Tensor,
         sizes: Sequence[int],
         op: ReduceOperation,
-        end: float,
+        timeout_s: Timeout,
     ) -> torch.Tensor:
         """Combine the ranks' contiguous tensors; rank i gets `sizes[i]` rows of the result, in rank order."""
         shape = (sizes[self.rank_in_group], *rows.shape[1:])
         if rows.numel() == 0:
             return rows.new_empty(shape)
         received = rows.new_empty((self.world_size, *shape))
-        self._exchange(operation, rows, received, sizes, shape[:1] * self.world_size, end)
+        self._exchange(operation, rows, received, sizes, shape[:1] * self.world_size, timeout_s)
         return reduce_in_rank_order(list(received), op)
 
     def _all_gather_into(
@@ -232,23 +234,23 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             super()._all_gather_into(output, input_, dim, sizes, timeout_s)
             return
 
-        def stages(operation: Operation, end: float) -> None:
-            self._gather_bytes(operation, as_bytes(dense(input_)), end, as_bytes(output))
+        def stages(operation: Operation, timeout_s: Timeout) -> None:
+            self._gather_bytes(operation, as_bytes(dense(input_)), timeout_s, as_bytes(output))
 
         self._collective("all_gather", stages, timeout_s, input_.nbytes)
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
-        def stages(operation: Operation, end: float) -> torch.Tensor:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor:
             source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
             shapes = [(*source.shape[:dim], size, *source.shape[dim + 1 :]) for size in sizes]
             if all(0 in shape for shape in shapes):
                 return source.new_empty((*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :]))
             if len(set(sizes)) == 1:
-                gathered = self._gather_bytes(operation, as_bytes(source), end).view(source.dtype)
+                gathered = self._gather_bytes(operation, as_bytes(source), timeout_s).view(source.dtype)
                 return _concatenate(gathered.view(self.world_size, *source.shape), dim)
             padded = source.new_empty(max(math.prod(shape) for shape in shapes))
             padded[: source.numel()] = source.view(-1)
-            gathered = self._gather_bytes(operation, as_bytes(padded), end).view(source.dtype)
+            gathered = self._gather_bytes(operation, as_bytes(padded), timeout_s).view(source.dtype)
             rows = gathered.view(self.world_size, -1)
             parts = [row[: math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
             return torch.cat(parts, dim)
@@ -256,24 +258,24 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         return self._collective("all_gather", stages, timeout_s, input_.nbytes)
 
     def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: Timeout) -> torch.Tensor | None:
-        def stages(operation: Operation, end: float) -> torch.Tensor | None:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor | None:
             source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-            parts = self._gather_parts(operation, source, dst, end)
+            parts = self._gather_parts(operation, source, dst, timeout_s)
             return None if parts is None else _concatenate(parts, dim)
 
         return self._collective("gather", stages, timeout_s, input_.nbytes, dst)
 
     def _gather_parts(
-        self, operation: Operation, source: torch.Tensor, dst: int, end: float
+        self, operation: Operation, source: torch.Tensor, dst: int, timeout_s: Timeout
     ) -> torch.Tensor | None:
         """Return the ranks' contiguous tensors on rank `dst`, stacked; the other ranks get None."""
         if self.rank_in_group != dst:
-            self._transfer(operation, self.process_group.send, {dst: source}, end)
+            self._transfer(operation, self.process_group.send, {dst: source}, timeout_s)
             return None
         parts = source.new_empty((self.world_size, *source.shape))
         parts[dst] = source
         others = {rank: part for rank, part in enumerate(parts) if rank != dst}
-        self._transfer(operation, self.process_group.recv, others, end)
+        self._transfer(operation, self.process_group.recv, others, timeout_s)
         return parts
 
     def _scatter(
@@ -285,26 +287,26 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         sizes: tuple[int, ...],
         timeout_s: float | None,
     ) -> None:
-        def stages(operation: Operation, end: float) -> None:
+        def stages(operation: Operation, timeout_s: Timeout) -> None:
             if input_ is None:
-                self._receive(operation, output, src, until(end)).wait()
+                self._receive(operation, output, src, timeout_s or self.context.timeout_s).wait()
                 return
             whole = input_.reshape(1) if input_.dim() == 0 else input_.detach()
             parts = whole.split_with_sizes(list(sizes), dim)
             others = {rank: dense(part) for rank, part in enumerate(parts) if rank != src}
             fill(output, parts[src])
-            self._transfer(operation, self.process_group.send, others, end)
+            self._transfer(operation, self.process_group.send, others, timeout_s)
 
         self._collective("scatter", stages, timeout_s, output.nbytes, src)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
-        def stages(operation: Operation, end: float) -> torch.Tensor:
-            self._compare_sizes(operation, send_sizes, recv_sizes, end)
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor:
+            self._compare_sizes(operation, send_sizes, recv_sizes, timeout_s)
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
             result = rows.new_empty((sum(recv_sizes), *rows.shape[1:]))
-            self._exchange(operation, rows, result, send_sizes, recv_sizes, end)
+            self._exchange(operation, rows, result, send_sizes, recv_sizes, timeout_s)
             return result.movedim(0, dim).contiguous()
 
         return self._collective("all_to_all", stages, timeout_s, input_.nbytes)
@@ -322,30 +324,32 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             super()._all_to_all_into(output, input_, dim, send_sizes, recv_sizes, timeout_s)
             return
 
-        def stages(operation: Operation, end: float) -> None:
-            self._compare_sizes(operation, send_sizes, recv_sizes, end)
+        def stages(operation: Operation, timeout_s: Timeout) -> None:
+            self._compare_sizes(operation, send_sizes, recv_sizes, timeout_s)
             rows = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-            self._exchange(operation, rows, output, send_sizes, recv_sizes, end)
+            self._exchange(operation, rows, output, send_sizes, recv_sizes, timeout_s)
 
         self._collective("all_to_all", stages, timeout_s, input_.nbytes)
 
-    def _compare_sizes(self, operation: Operation, send_sizes: Sizes, recv_sizes: Sizes, end: float) -> None:
+    def _compare_sizes(
+        self, operation: Operation, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
+    ) -> None:
         """On the CPU, raise on every rank unless what is sent in an all-to-all is what is expected."""
         if self._on_host:
             # Gloo would end a process that receives other sizes than it expects. This raises on every rank instead.
             own = torch.tensor([*send_sizes, *recv_sizes], dtype=torch.int64, device="cpu")
-            gathered = self._gather_bytes(operation, as_bytes(own), end).view(torch.int64)
+            gathered = self._gather_bytes(operation, as_bytes(own), timeout_s).view(torch.int64)
             table = gathered.view(self.world_size, -1).tolist()
             checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, table)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
-        def stages(operation: Operation, end: float) -> torch.Tensor:
+        def stages(operation: Operation, timeout_s: Timeout) -> torch.Tensor:
             if self.rank_in_group == src:
                 source = dense(tensor)
                 others = {rank: source for rank in range(self.world_size) if rank != src}
-                self._transfer(operation, self.process_group.send, others, end)
+                self._transfer(operation, self.process_group.send, others, timeout_s)
             else:
-                self._receive(operation, tensor, src, until(end)).wait()
+                self._receive(operation, tensor, src, timeout_s or self.context.timeout_s).wait()
             return tensor
 
         return self._collective("broadcast", stages, timeout_s, tensor.nbytes, src)
@@ -410,9 +414,9 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         return in_stages(self._health, operation, stages)
 
     def _transfer(
-        self, operation: Operation, post: Post, tensors: dict[int, torch.Tensor], end: float
+        self, operation: Operation, post: Post, tensors: dict[int, torch.Tensor], timeout_s: Timeout
     ) -> None:
-        self._start(operation, post, tensors, until(end)).wait()
+        self._start(operation, post, tensors, timeout_s or self.context.timeout_s).wait()
 
     # ------------------------------------------------------------------ what the backend does
 
@@ -425,11 +429,11 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self,
         operation: Operation,
         own: torch.Tensor,
-        end: float,
+        timeout_s: float | None,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return every rank's bytes one after the other, in `into` if given; all ranks bring the same number."""
-        deadline = self._settled(operation, until(end))
+        deadline = self._settled(operation, timeout_s)
         result = own.new_empty(own.numel() * self.world_size) if into is None else into
         if self._on_host:
             rows = dict(enumerate(result.view(self.world_size, own.numel())))
@@ -450,13 +454,13 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         result: torch.Tensor,
         sent: Sequence[int],
         received: Sequence[int],
-        end: float,
+        timeout_s: Timeout,
     ) -> None:
         """Send `sent[i]` of the rows to rank i; fill `result` with `received[i]` rows of each rank i, in rank order."""
         row_bytes = math.prod(rows.shape[1:]) * rows.itemsize
         if not row_bytes:
             return
-        deadline = self._settled(operation, until(end))
+        deadline = self._settled(operation, timeout_s)
         to_receive, to_send = ([size * row_bytes for size in sizes] for sizes in (received, sent))
         if self._on_host:
             leaving, arriving = (

@@ -123,11 +123,9 @@ class GlooHostPlane(GatheringHostPlane):
 
         self._turns.make("barrier", stages, limit_s)
 
-    def _in_turn(
-        self, name: str, call: Callable[[float | None, float | None], Result], timeout_s: float | None
-    ) -> Result:
-        """Return `call(left_s, end)` when no other collective of this rank is in progress."""
-        return self._turns.take(name, lambda end: call(until(end), end), timeout_s or self._timeout_s)
+    def _in_turn(self, name: str, call: Callable[[float | None], Result], timeout_s: float | None) -> Result:
+        """Return `call(left_s)` when no other collective of this rank is in progress."""
+        return self._turns.take(name, lambda end: call(until(end)), timeout_s or self._timeout_s)
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         limit_s = timeout_s or self._timeout_s

@@ -18,7 +18,7 @@ from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth, Operation
-from device_comm.stages import in_parts, until
+from device_comm.stages import in_parts
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, DecodeError, DisagreementError, UsageError
 
@@ -139,22 +139,16 @@ class GatheringHostPlane(ABC):
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         """Return every rank's bytes, in rank order; all ranks bring the same number of bytes."""
 
-    def _in_turn(
-        self, name: str, call: Callable[[float | None, float | None], Result], timeout_s: float | None
-    ) -> Result:
-        """Return `call(limit_s, end)`, a collective of one or more rounds, behind those of other threads.
-
-        `limit_s` is the deadline of its first round. `end` is the monotonic time by which all must be over. It is None
-        where each round has that deadline: calls over shared memory are too short to read the clock.
-        """
+    def _in_turn(self, name: str, call: Callable[[float | None], Result], timeout_s: float | None) -> Result:
+        """Return `call(timeout_s)`, a collective of one or more rounds, behind those of other threads."""
         del name
-        return call(timeout_s, None)
+        return call(timeout_s)
 
     def all_gather_integers(self, value: int, timeout_s: float | None = None) -> list[int]:
         """Return every rank's integer of up to 64 bits, in rank order."""
         name = "all_gather_integers"
 
-        def call(limit_s: float | None, _: float | None) -> list[int]:
+        def call(limit_s: float | None) -> list[int]:
             rows = self._all_gather(name, limit_s, _INTEGER.pack(value))
             return [int(_INTEGER.unpack(row)[0]) for row in rows]
 
@@ -197,18 +191,16 @@ class GatheringHostPlane(ABC):
         inline = frame[:_GATHER_INLINE_BYTES].ljust(_GATHER_INLINE_BYTES, b"\0")
         header = _GATHER_HEADER.pack(len(frame), _GATHERS.index(name))
 
-        def call(limit_s: float | None, end: float | None) -> list[Any]:
+        def call(limit_s: float | None) -> list[Any]:
             # The region knows of one round. Between two of them the other ranks would wait for the second.
-            stages = partial(self._gather_frames, name, frame, header + inline, limit_s, end)
+            stages = partial(self._gather_frames, name, frame, header + inline, limit_s)
             return in_parts(self._health, Operation("host", name, 0), stages)
 
         return self._in_turn(name, call, timeout_s)
 
-    def _gather_frames(
-        self, name: str, frame: bytes, first: bytes, limit_s: float | None, end: float | None
-    ) -> list[Any]:
+    def _gather_frames(self, name: str, frame: bytes, first: bytes, timeout_s: float | None) -> list[Any]:
         """Bring `first` in the first round, and `frame` in a second one if a frame does not fit into the first."""
-        rows = self._all_gather(name, limit_s, first)
+        rows = self._all_gather(name, timeout_s, first)
         headers = [_GATHER_HEADER.unpack_from(row) for row in rows]
         for rank, (length, call) in zip(self._health.ranks, headers, strict=True):
             # All ranks see the same headers, so no rank waits for a second round.
@@ -224,8 +216,7 @@ class GatheringHostPlane(ABC):
         lengths = [int(length) for length, _ in headers]
         rows = [row[_GATHER_HEADER.size :] for row in rows]
         if max(lengths) > _GATHER_INLINE_BYTES:
-            left_s = limit_s if end is None else until(end)
-            rows = self._all_gather(name, left_s, frame.ljust(max(lengths), b"\0"))
+            rows = self._all_gather(name, timeout_s, frame.ljust(max(lengths), b"\0"))
         return [codec.decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -6,26 +6,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from coordinator import GroupCoordinator, UsageError
-from device_comm.health import GroupHealth
-from device_comm.process_group import ONE_SHOT_BYTES
 from tests.harness import RankPool
 from tests.waiting import wait_until
 from tests.worlds import ApartPool, meet, tell_when_waiting, world
 
 # An object whose frame takes a second round.
 LARGE = bytes(20_000)
-# How long a round takes.
-SLOW_S = 0.3
 
 Call = Callable[..., Any]
 
@@ -126,48 +120,3 @@ def nested(rank: int, world_size: int, directory: Path, name: str) -> None:
 def test_a_call_over_gloo_inside_of_another_is_refused(ranks2: RankPool, name: str) -> None:
     """The outer call goes on, and the refused one takes no number."""
     ApartPool(ranks2).run(nested, name, timeout_s=60.0)
-
-
-# More than one all-gather of a reduction takes.
-LONG = ONE_SHOT_BYTES
-
-ROUNDS: dict[str, Call] = {
-    "all_gather_object": lambda group, **how: group.all_gather_object(LARGE, **how),
-    "all_reduce": lambda group, **how: group.all_reduce(torch.ones(LONG), **how),
-    "reduce": lambda group, **how: group.reduce(torch.ones(LONG), 0, **how),
-    "all_to_all": lambda group, **how: group.all_to_all(torch.ones(8), **how),
-    "of bits": lambda group, **how: group.all_reduce(torch.ones(LONG, dtype=torch.int64), "bor", **how),
-    "of two dtypes": lambda group, **how: group.all_reduce_coalesced(
-        [torch.ones(2), torch.ones(2, dtype=torch.int64)], **how
-    ),
-}
-
-
-def in_rounds(rank: int, world_size: int, directory: Path, name: str) -> None:
-    """Let each round of a call take some time, and look at what the next one may take."""
-    limits: list[float | None] = []
-    wait = GroupHealth.wait
-
-    def slow(health: GroupHealth, operation: Any, work: Any, timeout_s: float | None) -> None:
-        wait(health, operation, work, timeout_s)
-        time.sleep(SLOW_S)
-        limits.append(timeout_s)
-
-    with world(rank, world_size, directory) as everyone:
-        group = plain_group(everyone)
-        group.barrier()
-        with mock.patch.object(GroupHealth, "wait", slow):
-            ROUNDS[name](group, timeout_s=30.0)
-        assert len(limits) >= 2
-        for before, behind in pairwise(limits):
-            assert before is not None
-            assert behind is not None
-            assert behind <= before - SLOW_S
-        group.destroy()
-
-
-@pytest.mark.guarantee("D6")
-@pytest.mark.parametrize("name", ROUNDS)
-def test_the_rounds_of_a_call_over_gloo_share_its_deadline(ranks4: RankPool, name: str) -> None:
-    """A rank that stalls between two of them cannot make the call take its deadline twice."""
-    ApartPool(ranks4).run(in_rounds, name, timeout_s=60.0)

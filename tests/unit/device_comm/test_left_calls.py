@@ -1,6 +1,7 @@
 """With a fake status store: the notes of calls that handlers have left halfway, on several threads."""
 
 import threading
+import time
 from collections.abc import Callable
 from unittest import mock
 
@@ -62,7 +63,7 @@ def test_a_handlers_error_of_this_package_is_recognised_on_another_thread(group:
     def stages() -> None:
         with alarm(0.01, lambda: fail(UsageError("of a handler"))):
             while True:
-                pass
+                time.sleep(0.001)
 
     struck_twice(group, stages)
     with pytest.raises(GroupBrokenError, match="of a handler"):

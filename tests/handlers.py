@@ -14,6 +14,7 @@ __all__ = [
     "Interrupt",
     "alarm",
     "handling_at",
+    "handling_where",
     "is_swallowing",
     "raising_at",
     "raising_twice_at",
@@ -74,19 +75,27 @@ def alarm(after_s: float, handler: Callable[[], object]) -> Iterator[None]:
 def handling_at(
     step: int, call: Callable[[], object], handler: Callable[[], object], places: Sequence[str] = PLACES
 ) -> bool:
-    """Run `call`, and `handler` at a place inside of the files that end with `places`; return whether that place came.
+    """Run `call`, and `handler` at place `step` in the files that end with `places`; return whether that place came."""
+    passed = count()
+    return handling_where(
+        lambda frame: frame.f_code.co_filename.endswith(tuple(places)) and next(passed) == step, call, handler
+    )
+
+
+def handling_where(
+    is_place: Callable[[FrameType], bool], call: Callable[[], object], handler: Callable[[], object]
+) -> bool:
+    """Run `call`, and `handler` at the first place at which `is_place` holds of the frame; return whether it came.
 
     Python runs a handler when a function begins and when a native call has returned. These are the events of a
     profiler, whose exception appears at the same places.
     """
-    passed = count()
     has_come = False
 
     def profile(frame: FrameType, event: str, _arg: object) -> None:
         nonlocal has_come
-        is_place = event in ("call", "c_return") and frame.f_code.co_filename.endswith(tuple(places))
         # The collector may come by at any place, and Python lets no exception out of a finalizer.
-        if is_place and frame.f_code.co_name != "__del__" and next(passed) == step:
+        if event in ("call", "c_return") and frame.f_code.co_name != "__del__" and is_place(frame):
             sys.setprofile(None)
             has_come = True
             handler()

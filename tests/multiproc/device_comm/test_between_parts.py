@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -15,6 +14,7 @@ from coordinator import GroupCoordinator, UsageError
 from coordinator.host import plane
 from device_comm import derived_reductions
 from device_comm.stages import Turns
+from tests.handlers import handling_where
 from tests.harness import RankPool
 from tests.multiproc.device_comm.test_stages import COMPOSING, SEVERAL, numbers
 from tests.worlds import ApartPool, new_group, world
@@ -41,17 +41,11 @@ def between_parts(call: Callable[[], object], group: GroupCoordinator, handler: 
     """Make the call and run `handler`, as of a signal, at the first place behind the first collective in it."""
     before = numbers(group)
 
-    def profile(_frame: FrameType, event: str, _argument: object) -> None:
-        is_place = event in ("call", "c_return") and _frame.f_code.co_filename in PLACES
-        if is_place and numbers(group) != before and not any(map(is_busy, group._health.planes.values())):
-            sys.setprofile(None)
-            handler()
+    def is_between(frame: FrameType) -> bool:
+        is_behind = frame.f_code.co_filename in PLACES and numbers(group) != before
+        return is_behind and not any(map(is_busy, group._health.planes.values()))
 
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    assert handling_where(is_between, call, handler)
 
 
 def is_busy(found: object) -> bool:

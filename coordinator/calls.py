@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, MutableSequence, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal, NoReturn, Required, TypedDict, TypeVar, Unpack, overload
+from types import FrameType, TracebackType
+from typing import Any, Final, Literal, NoReturn, Required, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -21,7 +21,8 @@ from coordinator import gradients
 from device_comm import checks
 from device_comm.async_calls import Aside, CallHandle, CallLine
 from device_comm.health import GroupHealth
-from device_comm.stages import refuse_between
+from device_comm.stages import HOOKED, refuse_between, without_place
+from shm_broadcast.codec.hooks import RUNNING, is_inside
 from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.timeouts import AnyTimeout, seconds
@@ -32,6 +33,9 @@ Result = TypeVar("Result")
 
 # The plane whose collectives a call is one of.
 Plane = Literal["host", "device"]
+
+# Whose methods make the calls of a group.
+_PACKAGES: Final = ("coordinator", "device_comm")
 
 
 class Blocking(TypedDict, total=False):
@@ -88,7 +92,7 @@ class Calls:
         self._line = CallLine(health, device, is_alone=is_alone, aside=aside)
         # Every call checks it, which takes 20 ns while it is empty.
         self._open = self._line.open
-        # As this one; see `refuse_between`.
+        # As this one, and the codec's table of functions that run; see `refuse_inside`.
         self._composed = health.composed
 
     @property
@@ -105,25 +109,34 @@ class Calls:
 
         Raises:
             UsageError: This process is a forked child of the group's owner. Or asynchronous calls, behind which the
-                call has its place, were open until its deadline, or a signal handler makes it between the parts of a
-                call of this thread; it has taken no number.
+                call has its place, were open until its deadline. Or a signal handler makes it between the parts of a
+                call of this thread, or a function of the codec inside of one. It has taken no number.
             ClosedError: The group was destroyed.
             GroupBrokenError: An earlier failure broke the group.
         """
-        if in_line:
-            if self._open:
-                left_s = self._line.settle(name, _limit_of(timeout_s))
-                # A deadline that the call refuses stays what it is.
-                timeout_s = timeout_s if left_s is None else left_s
-            if self._composed:
-                refuse_between(self._health, name)
+        if in_line and self._open:
+            left_s = self._line.settle(name, _limit_of(timeout_s))
+            # A deadline that the call refuses stays what it is.
+            timeout_s = timeout_s if left_s is None else left_s
+        if RUNNING or self._composed:
+            self.refuse_inside(name, in_line)
         self._health.check_usable(name)
         return timeout_s
 
-    def refuse_between(self, name: str) -> None:
-        """Raise `UsageError` as `enter` does for a collective that stands in line."""
-        if self._composed:
+    def refuse_inside(self, name: str, in_line: bool = True) -> None:
+        """Raise `UsageError` as `enter` does for a call that this thread makes inside of another one of the group."""
+        if RUNNING and is_inside(self._is_call):
+            raise without_place(self._health, name, HOOKED)
+        if in_line and self._composed:
             refuse_between(self._health, name)
+
+    def _is_call(self, frame: FrameType) -> bool:
+        """Return whether `frame` is that of a method of ours that works for this group."""
+        code = frame.f_code
+        if not code.co_argcount or code.co_varnames[0] != "self":
+            return False
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        return package in _PACKAGES and getattr(frame.f_locals["self"], "_health", None) is self._health
 
     def unwind(self, name: str, error: BaseException, plane: Plane | None = None) -> None:
         """Note that `error` ends the call `name`; its arguments are those of `refuse`.
@@ -163,7 +176,7 @@ class Calls:
             Others: As `enter`: a group that cannot be used says so first.
         """
         self.enter(name, in_line=False)
-        self.refuse_between(name)
+        self.refuse_inside(name)
         self.refuse(name, error, "device")
         raise error
 
@@ -319,7 +332,7 @@ class _Call:
     def __enter__(self) -> float | None:
         timeout_s = self._calls.enter(self._name, self._in_line, self._timeout_s)
         if self._plane is not None and not self._in_line:
-            self._calls.refuse_between(self._name)
+            self._calls.refuse_inside(self._name)
         if timeout_s is None:
             return None
         try:

@@ -127,9 +127,8 @@ class GroupPlanes:
 
         If this rank refuses it, the others learn why.
         """
-        if in_line:
-            # Before it counts: no other rank makes this call.
-            self._calls.refuse_between(name)
+        # Before it counts: no other rank makes this call.
+        self._calls.refuse_inside(name, in_line)
         self._order.expect(name)
         try:
             return self._calls.receive(name, timeout_s, take, in_line=in_line)

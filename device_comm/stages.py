@@ -22,6 +22,7 @@ from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 
 __all__ = [
     "BUSY",
+    "HOOKED",
     "NESTED",
     "Turns",
     "collective",
@@ -40,6 +41,8 @@ NESTED: Final = (
     "called by a signal handler or a finalizer inside of a collective of this group on the same thread"
 )
 
+HOOKED: Final = "called while a codec function runs inside of a call of this group on the same thread"
+
 # The flags of code whose frame loses its calling frame when it is left for a while.
 _SUSPENDED: Final = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 # The least that is left of a deadline: 0 would mean "the group's".
@@ -49,7 +52,7 @@ _TURN_S: Final = 0.0002
 
 
 def without_place(health: GroupHealth, name: str, reason: str) -> UsageError:
-    """Return the error for the call `name`, which is refused before it has a number; `reason` is `BUSY` or `NESTED`."""
+    """Return the error for the call `name`, which is refused before it has a number; `reason` is one of these."""
     refusal = UsageError(f"{health.where(name)}: {reason}")
     # The other ranks make no call for it: there is nothing to tell them.
     refusal.is_told = True

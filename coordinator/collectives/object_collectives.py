@@ -137,7 +137,7 @@ class ObjectCollectives(GroupPlanes):
             return self._calls.receive("gather_object", timeout_s, take, in_line=True)
 
         # Before it counts: no other rank makes this call.
-        self._calls.refuse_between("gather_object")
+        self._calls.refuse_inside("gather_object")
         return self._gathers.make(partial(self._tell_refusal, dst, GATHER_TAG), act)
 
     def _gather_object(
@@ -205,6 +205,7 @@ class ObjectCollectives(GroupPlanes):
 
             return self._calls.receive("scatter_object_list", timeout_s, take)
 
+        self._calls.refuse_inside("scatter_object_list", in_line=False)
         return self._scatters.make(partial(self._tell_refusal, src, SCATTER_TAG), act)
 
     def _scatter_objects(

@@ -42,6 +42,14 @@ class LeftError(RuntimeError):
     """The other end of a channel has left, or this one was closed; `GroupHealth.explain` finds out why."""
 
 
+class NestedError(UsageError):
+    """This thread is inside of a call on the channel already; the text lacks the name of the call that is refused."""
+
+
+UNSENT: Final = (LeftError, NestedError)
+"""Why a channel takes no message."""
+
+
 def look_around_of(crossing: Crossing, peer: int) -> Callable[[int, Any], object]:
     """Return what the endpoint of a channel with rank `peer` calls when it cannot go on."""
 
@@ -55,7 +63,7 @@ def look_around_of(crossing: Crossing, peer: int) -> Callable[[int, Any], object
         if reason == rings.LOOK_UNENCODABLE:
             codec.raise_usage_error(detail)
         if reason == rings.LOOK_REENTRANT:
-            raise UsageError(
+            raise NestedError(
                 f"this thread is inside of a call on the channel with rank {peer} already, "
                 "as in a signal handler or a finalizer"
             )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 from device_comm import _core
-from device_comm.cpu.channel_ends import LeftError, Undecodable, raise_left
+from device_comm.cpu.channel_ends import UNSENT, LeftError, NestedError, Undecodable, raise_left
 from device_comm.cpu.channel_receiver import ChannelReceiver, Receiving, ReceivingAll
 from device_comm.cpu.channel_sender import ChannelSender, Sending, Writing
 from device_comm.cpu.receiving_any import ReceivingAny
@@ -147,7 +147,7 @@ class Channels:
         else:
             try:
                 message = self._sender(peers[0], name).send_now(obj, tag)
-            except LeftError as error:
+            except UNSENT as error:
                 raise self._left(plane, name, "to", peers, error) from error
         if message is not None:
             self.send_message(plane, name, message, peers, tag, timeout_s)
@@ -158,7 +158,7 @@ class Channels:
         """Send an encoded object to each of `peers`; as `send` otherwise."""
         try:
             rest = [peer for peer in peers if not self._sender(peer, name).write_now(message, tag)]
-        except LeftError as error:
+        except UNSENT as error:
             raise self._left(plane, name, "to", peers, error) from error
         if not rest:
             return
@@ -196,7 +196,7 @@ class Channels:
         sender = self._sender(dst, name)
         try:
             message = sender.send_now(obj, tag)
-        except LeftError as error:
+        except UNSENT as error:
             raise self._left(plane, name, "to", [dst], error) from error
         if message is None:
             return CompletedHandle()
@@ -420,11 +420,11 @@ class Channels:
         ranks = ", ".join([self._names[peer] for peer in peers])
         return self._health.begin_point_to_point(plane, f"{name} {direction} {ranks}")
 
-    def _left(
-        self, plane: str, name: str, direction: str, peers: Sequence[int], error: Exception
-    ) -> CommError:
-        """Return what to raise for a channel that was closed."""
-        operation = self._operation(plane, name, direction, peers)
+    def _left(self, plane: str, name: str, where: str, peers: Sequence[int], error: Exception) -> CommError:
+        """Return what to raise for a channel that was closed, or is in use by this thread."""
+        operation = self._operation(plane, name, where, peers)
+        if isinstance(error, NestedError):
+            return UsageError(f"{self._health.where(operation)}: {error}")
         return self._health.explain(operation, error, [self._health.ranks[peer] for peer in peers])
 
     def _sender(self, peer: int, name: str) -> ChannelSender:

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from shm_broadcast.codec.hooks import marked
 from shm_broadcast.codec.wire_format import Refusal
 from shm_broadcast.errors import DecodeError, UsageError
 
@@ -62,7 +63,7 @@ def custom_kind(
     """
     if encode is None or decode is None:
         raise UsageError(f"register_type({cls.__qualname__}): give both encode= and decode=, or neither")
-    function = decode
+    function = marked(decode)
 
     def build(body: object) -> object:
         built = function(body)
@@ -72,7 +73,7 @@ def custom_kind(
             )
         return built
 
-    return Kind(CUSTOM, encode, build)
+    return Kind(CUSTOM, marked(encode), build)
 
 
 def kind_of(cls: type) -> Kind:

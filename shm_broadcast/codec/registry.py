@@ -99,6 +99,8 @@ def register_type(
             signal handler raises in it, it is called again with the same input; but if the message came in parts, what
             it has changed in arrays, tensors, bytearrays and objects of registered classes stays changed.
 
+    A call on the queue or the group that carries the object gets `UsageError` in `encode` and `decode`.
+
     Returns:
         The class, or a decorator if no class is given.
 

@@ -361,7 +361,7 @@ def nested(rank: int, world_size: int, directory: Path, is_direct: bool) -> None
                 with alarm(call_inside, after_s):
                     assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
             with (
-                pytest.raises(UsageError, match="on the same thread"),
+                pytest.raises(UsageError, match="^all_reduce .* on the same thread"),
                 alarm(lambda: group.all_reduce(torch.ones(4)), 0.01),
             ):
                 group.all_reduce(torch.ones(4))
@@ -376,6 +376,7 @@ def nested(rank: int, world_size: int, directory: Path, is_direct: bool) -> None
         everyone.barrier()
     assert len(refusals) == (4 if rank == 0 else 0)
     assert all("called by a signal handler or a finalizer" in each for each in refusals)
+    assert all(each.startswith("all_reduce ") for each in refusals), refusals
 
 
 @pytest.mark.guarantee("D10")

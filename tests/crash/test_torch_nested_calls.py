@@ -62,6 +62,8 @@ def nested(rank: int, world_size: int, directory: Path) -> None:
                 dist.all_reduce(torch.ones(8))
             assert len(found) == len(CALLS)
             assert all("inside of a collective of this group on the same thread" in text for text in found)
+            for name, text in zip(CALLS, found, strict=True):
+                assert text.startswith(f"{name} "), found
         else:
             wait_until((directory / "handled").exists, "the handler has come")
             dist.all_reduce(torch.ones(8))
@@ -90,6 +92,7 @@ def in_turn(rank: int, world_size: int, directory: Path) -> None:
             start = time.monotonic()
             text = refusal(lambda: group.allreduce([torch.ones(8)], short))
             assert "another thread of this rank is in a collective" in text
+            assert text.startswith("all_reduce "), text
             assert time.monotonic() - start >= 0.3
             meet(rank, range(world_size), directory, "refused")
             first.join()

@@ -46,7 +46,7 @@ def in_turn(rank: int, world_size: int, directory: Path, name: str) -> None:
         thread.start()
         wait_until((directory / "first waits-0").exists, "the first thread waits")
         start = time.monotonic()
-        with pytest.raises(UsageError, match="another thread of this rank is in a collective"):
+        with pytest.raises(UsageError, match=f"^{name} .*another thread of this rank is in a collective"):
             CALLS[name](group, 0.3)
         assert 0.3 <= time.monotonic() - start < 5.0
         second: list[Any] = []
@@ -92,7 +92,7 @@ def refuse_beside(rank: int, world_size: int, directory: Path, name: str) -> Non
                 with pytest.raises(UsageError):
                     REFUSED[name](group)
             # A turn that did not come is no call: it takes no number.
-            with pytest.raises(UsageError, match="another thread of this rank is in a collective"):
+            with pytest.raises(UsageError, match=f"^{name} .*another thread of this rank is in a collective"):
                 CALLS[name](group, 0.1)
             meet(rank, range(world_size), directory, "refused")
             thread.join()

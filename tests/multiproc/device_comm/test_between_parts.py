@@ -56,23 +56,33 @@ def is_busy(found: object) -> bool:
 def interrupted(rank: int, world_size: int, directory: Path, name: str) -> None:
     """Let a handler of rank 0 make right and wrong calls between the parts; go on in order on all ranks."""
     tensor = torch.ones(12)
-    inner: dict[str, Callable[[GroupCoordinator], object]] = {
-        "right": lambda group: group.all_reduce(tensor, timeout_s=3.0),
-        "wrong": lambda group: group.all_reduce(cast("Any", "no tensor")),
-        "a wrong list": lambda group: group.all_gather_into_tensor(tensor, tensor),
-        "queued": lambda group: group.all_reduce(tensor, async_op=True),
-        "several": lambda group: group.all_reduce_coalesced([tensor, tensor.double()]),
-        "in a block": SEVERAL["coalescing"],
-        "objects": lambda group: group.all_gather_object(1, timeout_s=3.0),
-        "objects for one": lambda group: group.gather_object(rank, 1),
-        "a tensor dict": lambda group: group.broadcast_tensor_dict({"a": tensor}, 0),
-        "barrier": lambda group: group.barrier(3.0),
+    # What is called, and the name that the refusal gives it.
+    inner: dict[str, tuple[str, Callable[[GroupCoordinator], object]]] = {
+        "right": ("all_reduce", lambda group: group.all_reduce(tensor, timeout_s=3.0)),
+        "wrong": ("all_reduce", lambda group: group.all_reduce(cast("Any", "no tensor"))),
+        "a wrong output": (
+            "all_gather_into_tensor",
+            lambda group: group.all_gather_into_tensor(tensor, tensor),
+        ),
+        "queued": ("all_reduce", lambda group: group.all_reduce(tensor, async_op=True)),
+        "several": (
+            "all_reduce_coalesced",
+            lambda group: group.all_reduce_coalesced([tensor, tensor.double()]),
+        ),
+        "in a block": ("all_reduce_coalesced", SEVERAL["coalescing"]),
+        "objects": ("all_gather_object", lambda group: group.all_gather_object(1, timeout_s=3.0)),
+        "objects for one": ("gather_object", lambda group: group.gather_object(rank, 1)),
+        "a tensor dict": (
+            "broadcast_tensor_dict",
+            lambda group: group.broadcast_tensor_dict({"a": tensor}, 0),
+        ),
+        "barrier": ("barrier", lambda group: group.barrier(3.0)),
     }
     refused: dict[str, str] = {}
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
 
         def handler() -> None:
-            for what, make in inner.items():
+            for what, (_, make) in inner.items():
                 try:
                     make(group)
                 except UsageError as error:
@@ -85,6 +95,8 @@ def interrupted(rank: int, world_size: int, directory: Path, name: str) -> None:
             between_parts(call, group, handler)
             assert refused.keys() == inner.keys()
             assert all("on the same thread" in text for text in refused.values()), refused
+            for what, (refused_name, _) in inner.items():
+                assert refused[what].startswith(f"{refused_name} "), refused
         else:
             call()
         for step in range(3):

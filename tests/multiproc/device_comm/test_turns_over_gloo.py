@@ -53,7 +53,11 @@ def in_turn(rank: int, world_size: int, directory: Path, name: str) -> None:
             threads[0].start()
             wait_until((directory / "first waits-0").exists, "the first thread waits")
             start = time.monotonic()
-            with pytest.raises(UsageError, match="another thread of this rank is in a collective"):
+            # The collective that waits for its turn: a sum is an all-gather of the ranks' numbers.
+            waiting = "all_gather_object" if name == "all_sum" else name
+            with pytest.raises(
+                UsageError, match=f"^{waiting} .*another thread of this rank is in a collective"
+            ):
                 call(group, timeout_s=0.3)
             assert time.monotonic() - start >= 0.3
             threads[1].start()
@@ -108,6 +112,7 @@ def nested(rank: int, world_size: int, directory: Path, name: str) -> None:
             signal.signal(signal.SIGALRM, before)
             assert len(refused) == 1
             assert "inside of a collective of this group on the same thread" in refused[0]
+            assert refused[0].startswith(f"{name} "), refused
         # A call that was counted on one rank, or paired wrongly, would be in the way of these.
         for step in range(3):
             assert group.all_gather_object(step) == [step] * 2

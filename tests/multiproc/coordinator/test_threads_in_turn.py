@@ -1,4 +1,4 @@
-"""Threads of one rank that call a group's collectives at the same time: one waits for the other."""
+"""Threads of one rank that use a group at the same time: one waits for the other."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ import torch
 from coordinator import DisagreementError, GroupCoordinator, UsageError
 from tests.harness import RankPool
 from tests.waiting import wait_until
-from tests.worlds import meet, new_group, tell_when_waiting, world
+from tests.worlds import LARGE, ApartPool, meet, new_group, outcome_of, tell_when_waiting, world
 
 CALLS: dict[str, Callable[[GroupCoordinator, float | None], Any]] = {
     "all_reduce": lambda group, limit_s: group.all_reduce(torch.tensor([2.0]), timeout_s=limit_s).tolist(),
@@ -129,3 +129,107 @@ def one_after_the_other(rank: int, world_size: int, directory: Path) -> None:
 def test_successive_calls_may_come_from_different_threads(ranks2: RankPool) -> None:
     """No thread owns a group."""
     ranks2.run(one_after_the_other)
+
+
+class Messages:
+    """The long message number `value` by one kind of call: how rank 0 moves it, and how rank 1 does."""
+
+    def __init__(self, kind: str) -> None:
+        """Use calls of `kind`: of objects, tensors or tensor dicts."""
+        self.kind = kind
+
+    def send(self, group: GroupCoordinator, value: int, limit_s: float | None = None) -> None:
+        """Send it to the other rank; it is longer than any buffer between them."""
+        peer, tensor = 1 - group.rank_in_group, torch.full((LARGE,), value, dtype=torch.uint8)
+        if self.kind == "object":
+            group.send_object(bytes([value]) * LARGE, peer, timeout_s=limit_s)
+        elif self.kind == "tensor":
+            group.send(tensor, peer, timeout_s=limit_s)
+        else:
+            group.send_tensor_dict({"x": tensor}, peer, timeout_s=limit_s)
+
+    def recv(self, group: GroupCoordinator, limit_s: float | None = None) -> int:
+        """Receive one from the other rank; return its number."""
+        peer = 1 - group.rank_in_group
+        if self.kind == "object":
+            return int(group.recv_object(peer, timeout_s=limit_s)[-1])
+        if self.kind == "tensor":
+            return int(group.recv((LARGE,), torch.uint8, peer, timeout_s=limit_s)[-1])
+        found: Any = group.recv_tensor_dict(peer, timeout_s=limit_s)
+        return int(found["x"][-1])
+
+
+KINDS = ("object", "tensor", "tensor dict")
+
+
+def queue(rank: int, world_size: int, directory: Path, kind: str, is_sending: bool, has_time: bool) -> None:
+    """Let a thread of rank 0 wait for rank 1 in a message, and another one queue behind it."""
+    messages = Messages(kind)
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+
+        def move(value: int, limit_s: float | None = None) -> int:
+            if is_sending == (rank == 0):
+                messages.send(group, value, limit_s)
+                return value
+            return messages.recv(group, limit_s)
+
+        if rank == 1:
+            meet(rank, range(world_size), directory, "both wait")
+            if has_time:
+                assert [move(1), move(2)] == [1, 2]
+                assert group.all_gather_object(rank) == [0, 1]
+            else:
+                assert failure(outcome_of(lambda: move(1))) == ("CommTimeoutError", [1])
+            return
+        found: list[dict[str, Any]] = []
+        tell_when_waiting(group, directory, "first waits")
+        first = threading.Thread(target=lambda: found.append(outcome_of(lambda: move(1))))
+        first.start()
+        wait_until((directory / "first waits-0").exists, "the first thread waits")
+        if has_time:
+            values: list[int] = []
+            second = threading.Thread(target=lambda: values.append(move(2, 60.0)))
+            second.start()
+            time.sleep(0.1)  # it may also come later, but usually waits by now
+            meet(rank, range(world_size), directory, "both wait")
+            first.join()
+            second.join()
+            assert (found[0]["value"], values) == (1, [2]), found
+            assert group.all_gather_object(rank) == [0, 1]
+            return
+        late = outcome_of(lambda: move(2, 0.5))
+        assert failure(late) == ("CommTimeoutError", [1])
+        # The message of 64 MiB is made within this time, too.
+        assert 0.5 <= late["seconds"] < 8.0
+        first.join(8.0)
+        assert [failure(each) for each in found] == [("CommTimeoutError", [1])]
+        assert failure(outcome_of(lambda: move(3))) == ("GroupBrokenError", [])
+        meet(rank, range(world_size), directory, "both wait")
+
+
+def failure(outcome: dict[str, Any]) -> tuple[str, list[int]]:
+    """Return the type of a call's error, and whom it names."""
+    return outcome["kind"], outcome["missing"]
+
+
+@pytest.mark.guarantee("D6")
+@pytest.mark.guarantee("D15")
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "a host each"])
+@pytest.mark.parametrize("is_sending", [True, False], ids=["sends", "receives"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_queued_message_whose_deadline_passes_names_the_rank_that_is_away(
+    ranks2: RankPool, kind: str, is_sending: bool, apart: bool
+) -> None:
+    """It waits behind the first thread's for its own deadline; then both end, as the group breaks on every rank."""
+    (ApartPool(ranks2) if apart else ranks2).run(queue, kind, is_sending, False, timeout_s=60.0)
+
+
+@pytest.mark.guarantee("D15")
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "a host each"])
+@pytest.mark.parametrize("is_sending", [True, False], ids=["sends", "receives"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_queued_message_moves_behind_that_of_the_first_thread(
+    ranks2: RankPool, kind: str, is_sending: bool, apart: bool
+) -> None:
+    """When the other rank comes within the deadline, it gets both messages whole, and the group is intact."""
+    (ApartPool(ranks2) if apart else ranks2).run(queue, kind, is_sending, True, timeout_s=60.0)

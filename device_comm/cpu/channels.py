@@ -24,6 +24,7 @@ from device_comm.cpu.receiving_any import ReceivingAny
 from device_comm.cpu.shown_channels import ShownChannels
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation, Pollable
+from device_comm.stages import until
 from device_comm.works import WaiterThreads
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
@@ -168,15 +169,15 @@ class Channels:
         for sender in senders:
             sender.refuse_nested(self._health.where(operation))
         sendings = [Sending(sender, message, tag) for sender in senders]
+        end = time.monotonic() + timeout_s
         try:
             own = [sending for sending in sendings if sending.sender.enqueue(sending)]
             # Write our own messages first. Another thread may wait behind one of them, while messages of this
             # call wait behind what that thread writes.
             if own:
                 self._health.wait(operation, Writing(self, own), timeout_s)
-            for sending in sendings:
-                if sending not in own:
-                    self._health.wait(operation, sending, timeout_s)
+            for queued in [sending for sending in sendings if sending not in own]:
+                self._health.wait(operation, queued, until(end))
         except BaseException as error:
             try:
                 self._withdraw(operation, sendings, error)

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from coordinator.host.frame_turns import FrameTurns
+from coordinator.host.frame_turns import FrameTurns, Turn
 from coordinator.host.plane import GatheringHostPlane, isend_with_tensors, refuse_any
 from coordinator.host.process_groups import GlooBackend, abort_gloo
 from coordinator.host.tags import ALL_GATHER_TAG, BROADCAST_TAG, BROADCAST_TENSOR_TAG, GATHER_OBJECTS_TAG
@@ -334,14 +334,19 @@ class GlooHostPlane(GatheringHostPlane):
         end = None if timeout_s is None else time.monotonic() + timeout_s
         turns = self._receiving.take(operation, sources, tag, end)
         try:
-            firsts = self._receive_first(operation, sources, tag, end)
-            return [self._complete_frame(operation, src, tag, firsts[src], end) for src in sources]
+            firsts = self._receive_first(operation, sources, tag, end, turns)
+            return [self._complete_frame(operation, src, tag, firsts[src], end, turns) for src in sources]
         finally:
             for turn in turns:
                 turn.release()
 
     def _receive_first(
-        self, operation: Operation, peers: Sequence[int], tag: int, end: float | None
+        self,
+        operation: Operation,
+        peers: Sequence[int],
+        tag: int,
+        end: float | None,
+        turns: Sequence[Turn],
     ) -> dict[int, bytearray]:
         """Receive the first message of a frame from each of `peers`."""
         firsts = {peer: bytearray(FIRST_BYTES) for peer in peers}
@@ -350,11 +355,17 @@ class GlooHostPlane(GatheringHostPlane):
             for peer, first in firsts.items():
                 into = torch.frombuffer(first, dtype=torch.uint8)
                 works.append((self._ranks[peer], self._backend.recv([into], peer, tag)))
-        self._handle(operation, works, firsts, None if end is None else until(end)).wait()
+        self._handle(operation, works, firsts, None if end is None else until(end), turns=turns).wait()
         return firsts
 
     def _complete_frame(
-        self, operation: Operation, src: int, tag: int, first: bytearray, end: float | None
+        self,
+        operation: Operation,
+        src: int,
+        tag: int,
+        first: bytearray,
+        end: float | None,
+        turns: Sequence[Turn],
     ) -> bytearray | memoryview:
         """Receive the rest of a frame after its first message; return the whole frame."""
         total = codec.frame_length(first)
@@ -377,7 +388,7 @@ class GlooHostPlane(GatheringHostPlane):
             work = self._backend.recv([rest], src, tag)
         # The sender is in the middle of its frame: from here on silence is a failure.
         limit_s = self._timeout_s if end is None else until(end)
-        self._handle(operation, [(self._ranks[src], work)], rest, limit_s).wait()
+        self._handle(operation, [(self._ranks[src], work)], rest, limit_s, turns=turns).wait()
         return frame
 
     def _handle(
@@ -387,9 +398,14 @@ class GlooHostPlane(GatheringHostPlane):
         keep: object,
         timeout_s: float | None,
         landing: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        turns: Sequence[Turn] = (),
     ) -> PointToPointHandle:
+        """Return the handle of a transfer, for which a thread waits that has `turns`."""
         with self._health.transport(operation):  # the system may have no thread to give
             transfer = PointToPointWorks(self._threads, works, keep)
+        for turn in turns:
+            turn.awaited = transfer
         return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
 
     def _send_handle(

@@ -127,17 +127,17 @@ def shared_deadline(rank: int, world_size: int, directory: Path) -> None:
 
     with world(rank, world_size, directory) as group:
         group.barrier()
-        turns = (group._host._receiving if rank else group._host._sending)._locks  # type: ignore[attr-defined]
+        turns = (group._host._receiving if rank else group._host._sending)._turns  # type: ignore[attr-defined]
         held = threading.Event()
 
         def hold() -> None:
             """Do as a thread that is between the two messages of its own object."""
-            [lock] = turns.values()
-            with lock:
+            [turn] = turns.values()
+            with turn.lock:
                 held.set()
                 wait_until(lambda: sleeping_in("poll"), "the call")
 
-        # The locks are made by the first object.
+        # The turns are made by the first object.
         message = bytes(2 * FIRST_BYTES)
         for _ in range(2):
             with mock.patch.object(GroupHealth, "wait", slow_wait):

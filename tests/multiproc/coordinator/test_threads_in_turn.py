@@ -233,3 +233,33 @@ def test_a_queued_message_moves_behind_that_of_the_first_thread(
 ) -> None:
     """When the other rank comes within the deadline, it gets both messages whole, and the group is intact."""
     (ApartPool(ranks2) if apart else ranks2).run(queue, kind, is_sending, True, timeout_s=60.0)
+
+
+def gather_behind(rank: int, world_size: int, directory: Path) -> None:
+    """Let two threads of rank 0 gather objects, of which rank 1 has sent both of its own and rank 2 none."""
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        if rank == 1:
+            for _ in range(2):
+                group.gather_object(rank)
+        meet(rank, range(world_size), directory, "sent")
+        if rank == 0:
+            found: list[dict[str, Any]] = []
+            tell_when_waiting(group, directory, "first waits")
+            first = threading.Thread(
+                target=lambda: found.append(outcome_of(lambda: group.gather_object(rank)))
+            )
+            first.start()
+            wait_until((directory / "first waits-0").exists, "the first thread waits")
+            late = outcome_of(lambda: group.gather_object(rank, timeout_s=1.0))
+            first.join()
+            assert [failure(each) for each in (late, *found)] == [("CommTimeoutError", [2])] * 2
+            assert late["seconds"] >= 1.0
+        meet(rank, range(world_size), directory, "over")
+
+
+@pytest.mark.guarantee("D6")
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "a host each"])
+def test_a_gather_behind_that_of_another_thread_names_the_rank_for_which_both_wait(apart: bool) -> None:
+    """Not the first rank of which it has nothing: that one's object is there, for when the first gather is over."""
+    with RankPool(3, brief=True) as pool:
+        (ApartPool(pool) if apart else pool).run(gather_behind, timeout_s=60.0)

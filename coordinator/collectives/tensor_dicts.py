@@ -51,7 +51,8 @@ class TensorDicts(GroupPlanes):
 
     On one host a send returns when shared memory owns the dict. That is at once for up to 512 KiB, unless the receiver
     is that far behind. The receiver takes in a larger dict during any point-to-point call of the group. All ranks may
-    therefore send first and receive afterwards, whatever the size. Over Gloo a large send waits for its receive.
+    therefore send first and receive afterwards, whatever the size. Over Gloo a large send waits for its receive. Where
+    tensors follow the message, one thread at a time may send to a rank, or receive from it, or the tensors mix.
 
     Values may be tensors, nested dicts, and all other types of the codec. CPU tensors arrive as CPU tensors; tensors on
     the group's device arrive on the receiver's own device.

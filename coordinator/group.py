@@ -28,6 +28,7 @@ from coordinator.collectives.expert_parallel import TokenRouting
 from coordinator.collectives.point_to_point import PointToPoint
 from coordinator.collectives.scalar_collectives import ScalarCollectives
 from coordinator.graph_capture import CaptureGuard, GraphCaptureContext, capture_on
+from coordinator.host.frame_turns import FrameTurns
 from coordinator.host.object_order import ObjectOrder
 from coordinator.host.open_sends import OpenSends
 from coordinator.host.shared import SharedHostPlane
@@ -268,6 +269,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self._guard = CaptureGuard(parts.health)
         self._cpu_group, self._device_group = parts.process_groups.for_callers()
         self._open_sends = OpenSends()
+        self._dict_turns = FrameTurns(parts.health)
         communicator = parts.communicator
         self._calls = Calls(
             parts.health,
@@ -279,10 +281,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self._routing = TokenRouting(parts.communicator, parts.host)
         self._process_group: dist.ProcessGroup | None = None
         world = parts.world if parts.world is not None and parts.world.is_elastic else None
-        address, exchange = (
-            parts.process_groups.address,
-            exchange_of(parts.world, parts.host_ids, parts.health),
-        )
+        address = parts.process_groups.address
+        exchange = exchange_of(parts.world, parts.host_ids, parts.health)
         self._queues: Queues = GroupQueues(parts.host, parts.health, settings, address, world, exchange)
         self.mq_broadcaster: Writer | Reader | None = None
         self._is_ending = False  # from here on `destroy` finds all that it needs

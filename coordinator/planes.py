@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from coordinator.calls import Calls
+from coordinator.host.frame_turns import FrameTurns
 from coordinator.host.object_order import ObjectOrder
 from coordinator.host.open_sends import OpenSends
 from coordinator.host.plane import HostPlane
@@ -16,6 +18,7 @@ from coordinator.queues.broadcast_order import BroadcastOrder, refusal_of
 from coordinator.queues.broadcaster import Broadcaster
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
+from device_comm.stages import until
 from shm_broadcast.errors import CommError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.timeouts import AnyTimeout
@@ -65,6 +68,7 @@ class GroupPlanes:
     _health: GroupHealth
     _calls: Calls
     _open_sends: OpenSends
+    _dict_turns: FrameTurns
     _cpu_group: dist.ProcessGroup | None
     _device_group: dist.ProcessGroup | None
 
@@ -105,10 +109,16 @@ class GroupPlanes:
         broadcaster, order, host = self._broadcaster, self._order, self._host
         order.begin()
         if broadcaster is None or broadcaster.writer != src:
+            end = None if timeout_s is None else time.monotonic() + timeout_s
+
+            def left() -> float | None:
+                return None if end is None else until(end)
+
             if self.rank_in_group == src:
-                order.send(obj, lambda message: host.broadcast_object(message, src, timeout_s))
+                within_s = timeout_s or self.device_communicator.context.timeout_s
+                order.send(obj, lambda message: host.broadcast_object(message, src, left()), within_s)
                 return obj
-            return order.receive(src, lambda: host.broadcast_object(None, src, timeout_s), type_)
+            return order.receive(src, lambda: host.broadcast_object(None, src, left()), type_, left)
         if self.rank_in_group != src:
             return broadcaster.receive(timeout_s, type_, order)
         broadcaster.send(obj, timeout_s, order)
@@ -142,7 +152,11 @@ class GroupPlanes:
         if src != self.rank_in_group or isinstance(src, bool):
             self._order.skip()
         elif broadcaster is None or broadcaster.writer != src:
-            self._order.send_refusal(reason, lambda message: self._host.broadcast_object(message, src, None))
+            self._order.send_refusal(
+                reason,
+                lambda message: self._host.broadcast_object(message, src, None),
+                self.device_communicator.context.timeout_s,
+            )
         else:
             broadcaster.refuse(reason, self._order)
 

@@ -35,7 +35,7 @@ from shm_broadcast.liveness import PeerWatch, name_host, this_process
 from shm_broadcast.reports.failure_record import failure_of
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 # The name of the call, for the texts of the other ranks' errors.
 _WHAT: Final = "creating groups"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from coordinator.collectives.object_collectives import OpenSend
-from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
+from coordinator.host.tags import DICT_TENSOR_TAG, TENSOR_DICT_TAG
 from coordinator.host.tensor_dict_format import (
     WHOLE_TENSORS,
     Landing,
@@ -26,7 +27,7 @@ from coordinator.planes import GroupPlanes, Result
 from device_comm import checks
 from device_comm.handles import Handle
 from device_comm.health import GRACE_S, Operation
-from device_comm.stages import in_parts, in_stages
+from device_comm.stages import in_parts, in_stages, until
 from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 from shm_broadcast.timeouts import AnyTimeout
@@ -44,6 +45,8 @@ Parts = Sequence[tuple[Plane, torch.Tensor]]
 _RECEIVE: Final = Operation("host", "recv_tensor_dict", 0)
 _SEND: Final = Operation("host", "send_tensor_dict", 0)
 _BROADCAST: Final = Operation("host", "broadcast_tensor_dict", 0)
+# The turns of a peer: while one thread moves a message and its tensors, no other thread moves any between them.
+_SENDING, _RECEIVING, _BROADCASTING = range(3)
 
 
 class TensorDicts(GroupPlanes):
@@ -52,7 +55,7 @@ class TensorDicts(GroupPlanes):
     On one host a send returns when shared memory owns the dict. That is at once for up to 512 KiB, unless the receiver
     is that far behind. The receiver takes in a larger dict during any point-to-point call of the group. All ranks may
     therefore send first and receive afterwards, whatever the size. Over Gloo a large send waits for its receive. Where
-    tensors follow the message, one thread at a time may send to a rank, or receive from it, or the tensors mix.
+    tensors follow the message, the threads of a rank take turns to send to a rank, and to receive from it.
 
     Values may be tensors, nested dicts, and all other types of the codec. CPU tensors arrive as CPU tensors; tensors on
     the group's device arrive on the receiver's own device.
@@ -123,7 +126,7 @@ class TensorDicts(GroupPlanes):
     def _start(self, packed: PackedDict, peer: int, timeout_s: float | None) -> list[Handle]:
         """Start to send a dict: first what the host plane carries, then the tensors on the group's device."""
 
-        def stages() -> list[Handle]:
+        def stages(timeout_s: float | None) -> list[Handle]:
             handles = self._host.isend_tensor_dict(packed, peer, timeout_s)
             on_device = packed.beside("device")
             if on_device:
@@ -134,8 +137,10 @@ class TensorDicts(GroupPlanes):
                 self._open_sends.keep(handle)
             return handles
 
+        if packed.is_single:
+            return stages(timeout_s)
         # Behind a message without its tensors, the receiver would take those of the next dict.
-        return stages() if packed.is_single else in_stages(self._health, _SEND, stages)
+        return self._in_turn(_SEND, _SENDING, peer, timeout_s or self._timeout_s(), stages)
 
     def recv_tensor_dict(
         self,
@@ -184,11 +189,7 @@ class TensorDicts(GroupPlanes):
         """
         name = "recv_tensor_dict"
 
-        def take(limit_s: float | None) -> Receiving:
-            if self.world_size == 1:
-                return None, [], []
-            peer = self._neighbour(src, -1, "src")
-            slicing = _slicing(all_gather_group, all_gather_tensors)
+        def receive(peer: int, slicing: Slicing, limit_s: float | None) -> Receiving:
             message = self._host.recv_object(peer, limit_s, None, name, TENSOR_DICT_TAG)
             # Python looks for signals behind a call, but not behind a pattern.
             match message:
@@ -202,6 +203,15 @@ class TensorDicts(GroupPlanes):
                 self._health.left_halfway(_RECEIVE, error)
                 raise
 
+        def take(limit_s: float | None) -> Receiving:
+            if self.world_size == 1:
+                return None, [], []
+            peer = self._neighbour(src, -1, "src")
+            slicing = _slicing(all_gather_group, all_gather_tensors)
+            if self._is_whole:
+                return receive(peer, slicing, limit_s)
+            return self._in_turn(_RECEIVE, _RECEIVING, peer, limit_s, partial(receive, peer, slicing))
+
         return self._calls.receive(name, timeout_s, take)
 
     def _receive_beside(
@@ -214,11 +224,11 @@ class TensorDicts(GroupPlanes):
     ) -> Receiving:
         """Start to receive the tensors that follow `message`."""
         # The sender is in the middle of its dict: from here on silence is a failure.
-        limit_s = timeout_s or self.device_communicator.context.timeout_s
+        limit_s = timeout_s or self._timeout_s()
 
         def receive(parts: Parts) -> list[Handle]:
             return [
-                self._host.irecv_tensor(tensor, peer, limit_s, TENSOR_TAG)
+                self._host.irecv_tensor(tensor, peer, limit_s, DICT_TENSOR_TAG)
                 if plane == "host"
                 else self.device_communicator.irecv(tensor, peer, timeout_s=limit_s)
                 for plane, tensor in parts
@@ -261,30 +271,45 @@ class TensorDicts(GroupPlanes):
             checks.check_rank(src, self.world_size, "src")
             self._check_own_group(group, (self._cpu_group, self._device_group), "group")
             self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")
+            queue = self._broadcaster
+            by_queue = queue is not None and queue.writer == src
             if self.rank_in_group != src:
-                return self._receive_broadcast(src, limit_s)
+                if self._is_whole or by_queue:
+                    return self._receive_broadcast(src, limit_s)
+                return self._broadcast_in_turn(src, limit_s, partial(self._receive_broadcast, src))
             if tensor_dict is None:
                 if self.world_size == 1:
                     return None
                 raise UsageError(f"{name}: rank src must give a tensor dict")
-            queue = self._broadcaster
-            by_queue = queue is not None and queue.writer == src
             # A queue moves a message of any size as fast as separate tensors.
             packed = (pack_whole if by_queue else self._host.pack)(tensor_dict, WHOLE_TENSORS)
             if packed.is_single:
                 self._broadcast(packed.message(), src, limit_s, None)
             else:
-                in_parts(self._health, _BROADCAST, partial(self._send_broadcast, packed, src, limit_s))
+                self._broadcast_in_turn(
+                    src, limit_s or self._timeout_s(), partial(self._send_broadcast, packed, src)
+                )
             return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
 
         return self._make_broadcast(name, src, timeout_s, take, in_line=True)
 
+    def _broadcast_in_turn(
+        self, src: int, timeout_s: float | None, stages: Callable[[float | None], Result]
+    ) -> Result:
+        # Who refuses the turn to a signal handler refuses no call of which the other ranks know.
+        self._order.begin()
+        return self._in_turn(_BROADCAST, _BROADCASTING, src, timeout_s, stages)
+
     def _send_broadcast(self, packed: PackedDict, src: int, timeout_s: float | None) -> None:
         """Send the message of a dict to all ranks, and the tensors that follow it."""
-        self._broadcast(packed.message(), src, timeout_s, None)
-        self._host.broadcast_tensors(packed.beside("host"), src, timeout_s)
-        for tensor in packed.beside("device"):
-            self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+
+        def parts() -> None:
+            self._broadcast(packed.message(), src, timeout_s, None)
+            self._host.broadcast_tensors(packed.beside("host"), src, timeout_s)
+            for tensor in packed.beside("device"):
+                self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+
+        in_parts(self._health, _BROADCAST, parts)
 
     def _receive_broadcast(self, src: int, timeout_s: float | None) -> TensorDict | None:
         # When tensors are due, the source is in the middle of its dict. It waits for each receiver within the group's
@@ -317,6 +342,35 @@ class TensorDicts(GroupPlanes):
             raise
 
     # ------------------------------------------------------------------ helpers
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no tensor follows the message of a dict."""
+        return self._host.carries_whole and self.device.type == "cpu"
+
+    def _timeout_s(self) -> float:
+        return self.device_communicator.context.timeout_s
+
+    def _in_turn(
+        self,
+        operation: Operation,
+        direction: int,
+        peer: int,
+        timeout_s: float | None,
+        stages: Callable[[float | None], Result],
+    ) -> Result:
+        """Return `stages(limit_s)`, which moves a message and its tensors, behind other threads of this rank."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def turn() -> Result:
+            turns = self._dict_turns.take(operation, [peer], direction, end)
+            try:
+                return stages(None if end is None else until(end))
+            finally:
+                for each in turns:
+                    each.release()
+
+        return in_stages(self._health, operation, turn)
 
     def _land(self, message: object, slicing: Slicing, receive: Callable[[Parts], list[Handle]]) -> Landing:
         """Allocate the tensors of the dict in `message`; if it cannot be decoded, receive what follows it and raise.

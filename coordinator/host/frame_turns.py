@@ -1,4 +1,4 @@
-"""Turns of the threads of a rank: the two messages of a frame follow each other without one of another frame."""
+"""Turns of the threads of a rank: the messages of a frame, or of a tensor dict, follow each other without another's."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class FrameTurns:
             if is_held(turn.lock):
                 raise UsageError(
                     f"{self._health.where(operation)}: a signal handler cannot make this call: it has interrupted one "
-                    f"between the two messages that it moves to or from rank {ranks[peer]}"
+                    f"between the messages that it moves to or from rank {ranks[peer]}"
                 )
         held: list[Turn] = []
         try:

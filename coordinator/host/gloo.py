@@ -75,6 +75,8 @@ class _EagerSends:
 class GlooHostPlane(GatheringHostPlane):
     """The host plane of one group over Gloo. Ranks here are ranks in the group."""
 
+    carries_whole: bool = False
+
     def __init__(
         self, backend: GlooBackend, health: GroupHealth, rank_in_group: int, timeout_s: float
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import torch
 
-from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
+from coordinator.host.tags import DICT_TENSOR_TAG, TENSOR_DICT_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth, Operation
@@ -39,7 +39,12 @@ class HostPlane(Protocol):
 
     `timeout_s` is in seconds. None means the group's deadline; receives with None wait without limit, but wake when a
     peer dies or the group is closed.
+
+    Attributes:
+        carries_whole: Whether the message of a tensor dict holds all its CPU tensors.
     """
+
+    carries_whole: bool
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return once every rank has called this. Collective."""
@@ -227,7 +232,7 @@ def isend_with_tensors(
     message = plane.isend_object(packed.message(), dst, "send_tensor_dict", timeout_s, TENSOR_DICT_TAG)
     return [
         message,
-        *(plane.isend_tensor(tensor, dst, timeout_s, TENSOR_TAG) for tensor in packed.beside("host")),
+        *(plane.isend_tensor(tensor, dst, timeout_s, DICT_TENSOR_TAG) for tensor in packed.beside("host")),
     ]
 
 
@@ -241,6 +246,8 @@ def refuse_any(health: GroupHealth) -> CapabilityError:
 
 class SoloHostPlane:
     """The host plane of a group of one: collectives return what this rank brings, and there is no peer."""
+
+    carries_whole: bool = False
 
     def __init__(self, health: GroupHealth) -> None:
         """Create the plane of the group with this `health`."""

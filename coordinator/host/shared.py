@@ -23,6 +23,8 @@ from shm_broadcast import codec
 class SharedHostPlane(GatheringHostPlane):
     """The host plane of one group over shared memory. Ranks here are ranks in the group."""
 
+    carries_whole: bool = True
+
     def __init__(
         self, shared: SharedMemory, health: GroupHealth, rank_in_group: int, timeout_s: float
     ) -> None:

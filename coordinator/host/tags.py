@@ -11,6 +11,7 @@ BROADCAST_TENSOR_TAG: Final = 6
 SCATTER_TAG: Final = 7
 ALL_GATHER_TAG: Final = 8
 GATHER_OBJECTS_TAG: Final = 9
+DICT_TENSOR_TAG: Final = 10
 
 # The tags of `send(..., tag=...)` start here; lower ones are for our own messages and for Gloo's internal calls.
 FIRST_USER_TAG: Final = 0x10000

@@ -281,36 +281,6 @@ def test_two_threads_that_send_to_the_same_ranks_in_different_order_do_not_wait_
 
 
 @pytest.mark.guarantee("D15")
-def test_the_waits_of_a_send_to_several_ranks_share_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message to one rank is written by the call itself, that to another waits behind one of another thread."""
-    limits: list[float | None] = []
-    own, slow_s = threading.get_ident(), 0.3
-    wait = health.GroupHealth.wait
-
-    def slow_wait(self: health.GroupHealth, operation: Any, work: Any, timeout_s: float | None) -> None:
-        wait(self, operation, work, timeout_s)
-        if threading.get_ident() == own:
-            limits.append(timeout_s)
-            time.sleep(slow_s)
-
-    with channels_of(3) as (zero, one, two):
-        send(zero, "opens", 1)
-        send(zero, "opens", 2)
-        with background(lambda: send(zero, LONG, 2)):
-            wait_until(lambda: zero._senders[2]._waiting, "the other thread's message")
-            monkeypatch.setattr(health.GroupHealth, "wait", slow_wait)
-            with (
-                background(lambda: [len(recv(one, 0)) for _ in range(2)]) as at_one,
-                background(lambda: [len(recv(two, 0)) for _ in range(3)]) as at_two,
-            ):
-                zero.send("host", "send", LONG, (1, 2), TAG, LIMIT_S)
-        assert (at_one, at_two) == ([[5, len(LONG)]], [[5, len(LONG), len(LONG)]])
-    assert len(limits) == 2
-    assert limits[1] is not None
-    assert limits[1] <= LIMIT_S - slow_s
-
-
-@pytest.mark.guarantee("D15")
 def test_what_queues_behind_a_call_goes_on_when_that_call_takes_its_message_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,10 +14,14 @@ import pytest
 import torch
 
 from coordinator import CommTimeoutError, GroupCoordinator, PeerLostError, register_type
+from device_comm import health
 from device_comm.handles import Handle
 from shm_broadcast.codec import unregister_type
 from tests.channels import channels_of
 from tests.harness import RankPool
+from tests.multiproc.device_comm import test_channel_opening as opening
+from tests.queues import background
+from tests.waiting import wait_until
 from tests.worlds import meet, new_group, tell_when_waiting, world
 
 LARGE = 9 << 20
@@ -418,3 +422,33 @@ def test_a_long_wait_for_one_rank_looks_for_the_others_ever_less_often() -> None
                 channels.recv("host", "recv", 1, 1, 1.5)
             # 1, 2, 4 … 64 ms, and then one look for each slice of 0.1 s. A wait that began anew in each slice made 100.
             assert 8 <= drain.call_count <= 40
+
+
+@pytest.mark.guarantee("D15")
+def test_the_waits_of_a_send_to_several_ranks_share_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message to one rank is written by the call itself, that to another waits behind one of another thread."""
+    limits: list[float | None] = []
+    own, limit_s, slow_s = threading.get_ident(), 20.0, 0.3
+    wait = health.GroupHealth.wait
+
+    def slow_wait(self: health.GroupHealth, operation: Any, work: Any, timeout_s: float | None) -> None:
+        wait(self, operation, work, timeout_s)
+        if threading.get_ident() == own:
+            limits.append(timeout_s)
+            time.sleep(slow_s)
+
+    with channels_of(3) as (zero, one, two):
+        opening.send(zero, "opens", 1)
+        opening.send(zero, "opens", 2)
+        with background(lambda: opening.send(zero, bytes(LARGE), 2)):
+            wait_until(lambda: zero._senders[2]._waiting, "the other thread's message")
+            monkeypatch.setattr(health.GroupHealth, "wait", slow_wait)
+            with (
+                background(lambda: [len(opening.recv(one, 0)) for _ in range(2)]) as at_one,
+                background(lambda: [len(opening.recv(two, 0)) for _ in range(3)]) as at_two,
+            ):
+                zero.send("host", "send", bytes(LARGE), (1, 2), 1, limit_s)
+        assert (at_one, at_two) == ([[5, LARGE]], [[5, LARGE, LARGE]])
+    assert len(limits) == 2
+    assert limits[1] is not None
+    assert limits[1] <= limit_s - slow_s

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
@@ -548,6 +548,10 @@ def _initialise(
     try:
         if attempt.has_failed:
             raise ClosedError("connecting the world: cancelled, the caller no longer waits")
+        # The keys of the world are named by this number, which a start that has failed in torch has raised. No world is
+        # there now that could use it.
+        torch_world: Any = dist.distributed_c10d
+        torch_world._world.group_count = 0
         # Lazy, because our groups do not use the world's process group: a connected mesh costs 5 to 15 ms at start
         # and a polling thread.
         with gloo_at(GlooOptions(listening, is_lazy=True)) if GLOO in backend else nullcontext():

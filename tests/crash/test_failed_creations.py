@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from coordinator.bootstrap.group_parts import GroupProcessGroups
 from coordinator.errors import CapabilityError, ClosedError
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
+from coordinator.host import process_groups
 from coordinator.layout import ParallelLayout
 from coordinator.parallel_state import (
     destroy_distributed_environment,
@@ -30,7 +31,7 @@ from tests.handlers import Interrupt, handling_at, raising_at
 from tests.harness import RankPool
 from tests.leaks import Snapshot, leaked_since
 from tests.waiting import wait_until
-from tests.worlds import ApartPool, meet, new_group, outcome_of, world
+from tests.worlds import ApartPool, join_world, meet, new_group, outcome_of, world
 
 
 def groups_of_torch() -> int:
@@ -205,3 +206,25 @@ def test_a_rank_that_is_interrupted_while_it_closes_its_connections_leaves_none(
     planted_at = f"{BUILDING}.CreationReport"
     for steps in ApartPool(ranks2).run(struck_while_giving_up, planted_at, CLOSING):
         assert steps > 10
+
+
+def failed_in_torch(rank: int, world_size: int, directory: Path) -> str:
+    """Return how this rank's first start ends, in which torch has no device on rank 0, once a second one works."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no device")
+
+    patch = mock.patch.object(process_groups, "_device_at", refuse) if rank == 0 else nullcontext()
+    with patch:
+        first = outcome_of(lambda: join_world(rank, world_size, directory, create_timeout_s=0.5))
+    meet(rank, range(world_size), directory, "failed")
+    with world(rank, world_size, directory, create_timeout_s=20.0) as group:
+        group.barrier()
+    kind: str = first["kind"]
+    return kind
+
+
+@pytest.mark.guarantee("G9")
+def test_a_start_that_fails_in_torch_leaves_the_next_one_alone(ranks2: RankPool) -> None:
+    """By torch's count of the process groups that it begins, it names the store's keys: the ranks did not meet."""
+    assert ranks2.run(failed_in_torch) == ["NativeError", "CommTimeoutError"]

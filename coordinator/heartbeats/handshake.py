@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
-from shm_broadcast.descriptors import refusal
+from shm_broadcast.descriptors import refusal, refuse_if_full
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, NativeError
 from shm_broadcast.interruption import raised_by_handler
 
@@ -64,6 +64,7 @@ def listen_at(address: str, purpose: str = HEARTBEATS) -> socket.socket:
     Errors say that it is for `purpose`.
 
     Raises:
+        CapabilityError: No descriptor is free.
         NativeError: The kernel refuses.
     """
     try:
@@ -79,6 +80,7 @@ def listen_at(address: str, purpose: str = HEARTBEATS) -> socket.socket:
     except OSError as error:
         if raised_by_handler(error):
             raise
+        refuse_if_full("socket", f"carries {purpose} to the other hosts", error)
         raise NativeError(
             f"cannot listen for {purpose} on {address}: {error.strerror}",
             library="libc",

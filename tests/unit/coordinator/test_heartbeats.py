@@ -1,5 +1,6 @@
 """Links between hosts: who holds them, how they are opened, shared and closed, and when a host counts as vanished."""
 
+import errno
 import os
 import resource
 import signal
@@ -23,7 +24,7 @@ from coordinator.heartbeats.joining import join_heartbeats
 from coordinator.heartbeats.links import Link, State
 from coordinator.heartbeats.partners import REACH, partners_of
 from coordinator.heartbeats.watching import Heartbeats
-from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
+from shm_broadcast.errors import CapabilityError, CommTimeoutError, NativeError, PeerLostError
 from shm_broadcast.liveness import ProcessIdentity, this_process
 from tests.counting_store import CountingStore, Traffic
 from tests.heartbeat_links import LOST_AFTER_S, PROMPT_S, join, joined, no_check
@@ -280,6 +281,20 @@ def _is_closed(connection: socket.socket) -> bool:
     except ConnectionResetError:
         return True
     return True
+
+
+def test_a_listener_says_that_no_descriptor_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the one of a connection, and says what to allow."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(
+        CapabilityError, match="Too many open files. It carries tensors .* a free file"
+    ) as raised:
+        listen_at("127.0.0.1", "tensors")
+    assert raised.value.requirement == "the system call socket"
 
 
 # --- Beats ---------------------------------------------------------------------------------------------------

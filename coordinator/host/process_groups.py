@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from coordinator.host.gloo_addresses import GatheredAddresses
+from shm_broadcast.descriptors import check_spare
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import fork_count
@@ -37,6 +38,8 @@ _Device: TypeAlias = ProcessGroupGloo.Device
 
 # Threads per group, one per collective in flight. 2 is Gloo's own default.
 _GLOO_THREADS: Final = 2
+# What a device opens: a pipe, an epoll instance, a socket on which it listens; and what the store opens meanwhile.
+_DEVICE_DESCRIPTORS: Final = 6
 
 
 @dataclasses.dataclass
@@ -102,7 +105,10 @@ def _chosen() -> GlooOptions | None:
     return wanted
 
 
-def _backend_options(options: GlooOptions, timeout: timedelta) -> tuple[Any, _Device]:
+def _backend_options(options: GlooOptions, size: int, timeout: timedelta) -> tuple[Any, _Device]:
+    # Gloo's own thread ends the process if it cannot accept a connection. No rank connects before this one has told its
+    # address, behind this; a lazy group has no connections yet.
+    check_spare(_DEVICE_DESCRIPTORS + (0 if options.is_lazy else size - 1), "connects ranks over Gloo")
     device = _device_at(options.address, options.is_lazy)
     gloo = cast("Any", ProcessGroupGloo)._Options()
     gloo._devices = [device]
@@ -135,7 +141,7 @@ class GlooAtAddress(ProcessGroupGloo, metaclass=_EveryGloo):
         if options is None or not isinstance(timeout, timedelta):
             super().__init__(store, rank, size, *args, **kwargs)
             return
-        gloo, device = _backend_options(options, timeout)
+        gloo, device = _backend_options(options, size, timeout)
         addresses = _addresses(options, store, rank, size)
         super().__init__(addresses, rank, size, gloo)
         if options.backend is None:  # torch's debug mode creates a second one, to compare calls
@@ -203,7 +209,7 @@ def new_unregistered_gloo_group(
 
     Collective over its ranks, unless it is lazy: then each rank may call it at any time.
     """
-    gloo, device = _backend_options(options, as_timedelta(timeout_s))
+    gloo, device = _backend_options(options, size, as_timedelta(timeout_s))
     addresses = _addresses(options, dist.PrefixStore("cpu", store), rank, size)
     backend = cast("GlooBackend", ProcessGroupGloo(addresses, rank, size, gloo))
     _keep(backend, device, addresses)

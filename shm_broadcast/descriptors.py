@@ -80,14 +80,18 @@ def new_socket() -> socket.socket:
 
 
 def check_spare(count: int, purpose: str) -> None:
-    """Look whether this process may make `count` more descriptors; `purpose` says what for.
+    """Look whether this process may make `count` more descriptors; arguments and errors as of `keep_spare`."""
+    keep_spare(count, purpose)
+
+
+def keep_spare(count: int, purpose: str) -> list[select.epoll]:
+    """Return what keeps `count` descriptors for the caller, until it lets go of it; `purpose` says what for.
 
     Raises:
-        CapabilityError: It may not.
+        CapabilityError: This process may not make as many more.
     """
     try:
         # Each is closed when it is let go, whatever a signal handler raises meanwhile.
-        spare = [select.epoll() for _ in range(count)]
+        return [select.epoll() for _ in range(count)]
     except OSError as error:
         raise refusal("epoll_create1", purpose, error, f"{count} free file descriptors") from error
-    del spare

@@ -46,6 +46,7 @@ from coordinator.meeting.tickets import Ticket
 from coordinator.security import store as secured_store
 from coordinator.security.requirement import check_plaintext, has_secret
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
+from shm_broadcast.descriptors import check_spare
 from shm_broadcast.errors import (
     CapabilityError,
     ClosedError,
@@ -507,6 +508,8 @@ def _connect(
     world_store = dist.PrefixStore(WORLD_KEYS, rendezvous.store)
     near = _report_losses(rendezvous.store)
     with declining(world_store, "the world", rank):
+        # What is opened behind the agreement, when nobody could be told: torch's device, a watch, and the store's file.
+        check_spare(7, "connects the world")
         address = own_address(settings.interface, rendezvous.store, rendezvous.spans_hosts)
     with closing(PeerWatch(own, {})) as reported, clock.phase("rendezvous"):
         listen_for_losses(reported, ranks)

@@ -41,6 +41,7 @@ from coordinator.bootstrap.blocking_calls import (
 from coordinator.bootstrap.connections import SpareConnection
 from coordinator.bootstrap.membership import is_served_here
 from coordinator.stores import is_local
+from shm_broadcast.descriptors import keep_spare
 from shm_broadcast.errors import (
     CapabilityError,
     ClosedError,
@@ -218,9 +219,13 @@ def declining(store: dist.Store, what: str, rank: int) -> Iterator[None]:
     The arguments are those of `decline`, which it calls, but not in a child that a signal handler has forked meanwhile.
     """
     forks = fork_count()
+    spare: list[object] = []
     try:
+        # With this one a store can be told that is a file: it is opened for each question.
+        spare += keep_spare(1, "tells the other ranks if this one cannot take part")
         yield
     except CommError as error:
+        spare.clear()
         if forks == fork_count():
             decline(store, what, rank, error)
         raise

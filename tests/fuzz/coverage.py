@@ -2,12 +2,14 @@
 
 import argparse
 import dis
+import inspect
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -26,12 +28,12 @@ from shm_broadcast.codec import (
     zoneinfo_adapter,
 )
 from shm_broadcast.remote import ledger, reader, wire, writer
-from tests.fuzz.builds import COUNTING, LOAD, ROOT, built_cores
+from tests.fuzz.builds import CORES, COUNTING, LOAD, ROOT, built_cores
 from tests.fuzz.driver import fuzz
 from tests.fuzz.entries import code_of
 from tests.fuzz.targets import TARGETS
 
-__all__ = ["LEAST", "MEASURED", "NATIVE", "PAGE", "PYTHON", "measure"]
+__all__ = ["LEAST", "MEASURED", "NATIVE", "PAGE", "PYTHON", "measure", "source_of"]
 
 PAGE = Path(__file__).with_name("coverage.md")
 LEAST = 0.95
@@ -119,7 +121,10 @@ MEASURED = [
 
 
 def of_python(name: str, inputs: int, built: Path) -> tuple[int, dict[str, list[int]]]:
-    """Return how many lines target `name` has in Python, and by function those that `inputs` inputs do not reach."""
+    """Return how many lines target `name` has in Python, and by function those that `inputs` inputs do not reach.
+
+    They are counted from the first line of the function, which is 1: what is changed above it does not move them.
+    """
     lines: dict[CodeType, set[int]] = {}
     for function in PYTHON.get(name, []):
         for code in _codes(function):
@@ -143,7 +148,9 @@ def of_python(name: str, inputs: int, built: Path) -> tuple[int, dict[str, list[
     finally:
         sys.settrace(before)
     found = {
-        f"{code.co_filename.rpartition('/')[2]} {code.co_name}": sorted(left)
+        f"{code.co_filename.rpartition('/')[2]} {code.co_name}": [
+            line - code.co_firstlineno + 1 for line in sorted(left)
+        ]
         for code, left in missed.items()
         if left
     }
@@ -195,6 +202,26 @@ def of_native(name: str, inputs: int, folder: Path, built: Path) -> tuple[int, d
     return len(counts), missed
 
 
+def source_of(name: str, language: str) -> str:
+    """Return a digest of what a row counts, and of the function that makes the target and its seeds.
+
+    A row is stale as soon as it differs. Of C++ the whole files count; where a function of Python stands does not.
+    """
+    if language == "Python":
+        # What a process has loaded before may name a function once more.
+        codes = {code for function in PYTHON[name] if (code := code_of(function))}
+        texts = sorted(code.co_filename.rpartition("/")[2] + inspect.getsource(code) for code in codes)
+    else:
+        texts = [
+            f"{file}{parts}{(folder / file).read_text()}"
+            for file, parts in NATIVE[name].items()
+            for folder in CORES.values()
+            if (folder / file).exists()
+        ]
+    texts.append(inspect.getsource(TARGETS[name]))
+    return blake2b("\0".join(texts).encode(), digest_size=4).hexdigest()
+
+
 def measure(
     name: str, language: str, inputs: int, folder: Path, built: Path
 ) -> tuple[int, dict[str, list[int]]]:
@@ -235,13 +262,15 @@ def main() -> int:
             total, missed = measure(name, language, inputs, counted, built)
             reached = total - sum(map(len, missed.values()))
             left = "; ".join(f"{where}: {', '.join(map(str, lines))}" for where, lines in missed.items())
-            rows.append(f"| {name} | {language} | {reached} of {total} | {reached / total:.1%} | {left} |")
+            figures = f"{reached} of {total} | {reached / total:.1%}"
+            rows.append(f"| {name} | {language} | {figures} | {left} | {source_of(name, language)} |")
             print(rows[-1], flush=True)
     PAGE.write_text(
         "# Lines of the decoders that the fuzzer reaches\n\n"
         f"`python -m tests.fuzz.coverage` measured this with {inputs:,} inputs for each target.\n"
-        "`coverage.py` names the functions that count as a decoder.\n\n"
-        "| target | language | lines | reached | not reached |\n|---|---|---|---|---|\n"
+        "`coverage.py` names the functions that count as a decoder. Lines of Python are counted from the first line\n"
+        "of their function. The source is a digest of the decoder and its seeds: where it differs, measure again.\n\n"
+        "| target | language | lines | reached | not reached | source |\n|---|---|---|---|---|---|\n"
         + "\n".join(rows)
         + "\n"
     )

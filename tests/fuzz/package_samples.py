@@ -8,7 +8,7 @@ from typing import Any
 
 from shm_broadcast.codec import register_type
 
-__all__ = ["NAME", "Custom", "Found", "Labels", "Level", "Opaque"]
+__all__ = ["NAME", "Custom", "Found", "Full", "Labels", "Level", "Opaque"]
 
 NAME = "custom"
 """Under which `Custom` is registered."""
@@ -44,6 +44,17 @@ class Level(enum.IntEnum):
     """An Enum under a name of its own."""
 
     LOW = 1
+
+
+class Full(enum.IntFlag):
+    """A Flag that has so many composites that messages may add none."""
+
+    ONE = 1
+
+
+register_type(Full, name="full")
+for value in range(4100):
+    Full(value)
 
 
 @register_type

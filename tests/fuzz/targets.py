@@ -31,12 +31,12 @@ from shm_broadcast.remote.news import News
 from shm_broadcast.remote.wire import Kind, pack
 from shm_broadcast.segment import Handover, Hello
 from tests.fuzz import package_samples
-from tests.fuzz.package_samples import NAME, Custom, Found, Labels, Level
+from tests.fuzz.package_samples import NAME, Custom, Found, Full, Labels, Level
 from tests.fuzz.shared_memory_targets import block_of, board_target, channels_target, region_target
 from tests.fuzz.target import Target
 from tests.hostile_frames import array as array_frame
 from tests.hostile_frames import frame_of, hook, packed
-from tests.unit.shm_broadcast.codec_samples import VALUES
+from tests.unit.shm_broadcast.codec_samples import VALUES, Bits
 
 __all__ = ["TARGETS"]
 
@@ -80,21 +80,24 @@ def codec_target() -> Target:
     package = package_samples.__name__
     codec.register_package(package)
     more += [np.zeros(2, [("a", "i4", (2, 3))]), error, Labels({"a": 1}), Custom(1), Found(1, [])]
+    more += [Bits(64), Full(3)]  # alone, so that changes meet their values
     frames = [encode(value).to_bytes() for value in (*values, *arrays, *long, *more)]
     # What the encoder never writes, but a peer could.
     frames += [
-        frame_of(hook(50, "cuda:1", b"\xc0")),
+        *(frame_of(hook(code, meta, b"\xc0")) for code, meta in ((50, "cuda:1"), (Code.DEQUE, "no length"))),
         frame_of(array_frame("V0", [2], b"")),
         frame_of(array_frame("<i4", [], b"abcd")),
         frame_of(array_frame("<i4", [1] * 70, b"abcd")),
         frame_of(array_frame("<i4", [1 << 40, 1 << 40], b"abcd")),
+        *(frame_of(hook(40, None, packed(tree))) for tree in (["fields", [], 1 << 40, False], ["other"])),
+        *(frame_of(hook(Code.ENUM, "full", packed(value))) for value in (5000, -1)),
         frame_of(hook(Code.ZONE_INFO, None, packed("../etc/passwd"))),
         frame_of(hook(Code.REGISTERED, NAME, packed("no number"))),
         *(
             frame_of(hook(Code.REGISTERED, name, packed({"number": 1, "items": []})))
             for name in (
                 f"{package}.{Level.__qualname__}",
-                *(f"{package}:{each}" for each in ("Found", "Opaque", "Custom", "Missing")),
+                *(f"{package}:{each}" for each in ("Found", "Labels", "Opaque", "Custom", "Missing")),
                 f"{package}.missing:Found",
                 "elsewhere:Found",
             )

@@ -14,7 +14,7 @@ import pytest
 
 from shm_broadcast import liveness, segment
 from tests.fuzz.builds import CORES, LOAD, ROOT, SANITIZED, built_cores, compiled, linked
-from tests.fuzz.coverage import LEAST, MEASURED, PAGE, PYTHON, measure
+from tests.fuzz.coverage import LEAST, MEASURED, NATIVE, PAGE, PYTHON, measure, source_of
 from tests.fuzz.driver import CURRENT, FuzzError, Mutator, fuzz
 from tests.fuzz.entries import check_entered
 from tests.fuzz.target import Target
@@ -97,13 +97,37 @@ def test_another_error_is_reported_with_its_input(folder: Path) -> None:
         fuzz(Target("broken", [b"abc"], run, (ValueError,)), folder, 1000)
 
 
+def read_rows() -> dict[tuple[str, str], tuple[float, str]]:
+    """Return by decoder and language, from `coverage.md`, how many percent are reached, and the digest of the code."""
+    rows = re.findall(
+        r"^\| ([\w ]+) \| (Python|C\+\+) \| \d+ of \d+ \| ([\d.]+)% \| [^|]* \| (\w+) \|$",
+        PAGE.read_text(),
+        re.MULTILINE,
+    )
+    return {(name, language): (float(percent), source) for name, language, percent, source in rows}
+
+
 def test_the_committed_figures_are_high_enough() -> None:
     """`coverage.md` has a row for each decoder and language, and each reaches 95 % of the lines."""
-    rows = re.findall(
-        r"^\| ([\w ]+) \| (Python|C\+\+) \| \d+ of \d+ \| ([\d.]+)% \|", PAGE.read_text(), re.MULTILINE
-    )
-    assert {(name, language) for name, language, _ in rows} == set(MEASURED)
-    assert [row for row in rows if float(row[2]) < 100 * LEAST] == []
+    rows = read_rows()
+    assert set(rows) == set(MEASURED)
+    assert {row for row, (percent, _) in rows.items() if percent < 100 * LEAST} == set()
+
+
+def test_the_committed_figures_are_those_of_the_present_decoders() -> None:
+    """No decoder has changed since `python -m tests.fuzz.coverage` wrote its row: figures and lines are not stale."""
+    present = {row: source_of(*row) for row in MEASURED}
+    assert {row: source for row, (_, source) in read_rows().items()} == present
+
+
+def test_a_changed_decoder_makes_its_row_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest of a row is another one after a change of a function in Python, of a file in C++, or of the seeds."""
+    rows = [("handle", "Python"), ("board", "C++"), ("channels", "C++")]
+    before = [source_of(*row) for row in rows]
+    monkeypatch.setitem(PYTHON, "handle", [*PYTHON["handle"], read_rows])
+    monkeypatch.setitem(NATIVE, "board", NATIVE["channels"])
+    monkeypatch.setitem(TARGETS, "channels", TARGETS["board"])
+    assert [row for row, old in zip(rows, before, strict=True) if source_of(*row) == old] == []
 
 
 @pytest.mark.thorough

@@ -74,8 +74,8 @@ test-fast: $(STAMP) ## Run unit and architecture tests without the slow ones, in
 test-native: $(STAMP) ## Run the slow tests of native code: the cores under sanitizers, their protocols, kernels with injected bugs
 	$(PY) -m pytest -q -n 2 $(END_HANGING) -m "thorough and not proof" tests/native
 
-test-thorough: $(STAMP) ## Run all other slow tests: stress, fuzzing, the matrix of failures, ten thousand cycles, in under an hour
-	$(PY) -m pytest -q -n $(SLOW_WORKERS) --maxschedchunk=8 --durations=25 -o faulthandler_timeout=2400 $(END_HANGING) -m "thorough and (proof or not native)" tests
+test-thorough: $(STAMP) ## Run all other slow tests, and the whole of stress, fuzzing, the matrix of failures and ten thousand cycles, in under an hour
+	$(PY) -m pytest -q -n $(SLOW_WORKERS) --maxschedchunk=8 --durations=25 -o faulthandler_timeout=2400 $(END_HANGING) -m "proof or (thorough and not native)" tests
 
 stress: $(STAMP) ## Let ranks make random calls under signals, stops, kills and Ctrl-C, and check every byte (MINUTES=1 RANKS=4 SEED=…)
 	$(PY) -m tests.stress --minutes $(or $(MINUTES),1) --ranks $(or $(RANKS),4) $(if $(SEED),--seed $(SEED))

@@ -17,6 +17,8 @@ from tests.leaks import GRACE_S
 from tests.queues import segments_of
 from tests.worlds import meet, new_group, outcome_of, small, world
 
+pytestmark = pytest.mark.proof
+
 CYCLES = 30
 BROKEN_CYCLES = 5
 # The allocator and torch keep some memory from the first cycles; 30 later cycles may add this much.
@@ -197,7 +199,6 @@ def test_fifty_groups_with_queues_leave_nothing(ranks2: RankPool) -> None:
 
 @pytest.mark.guarantee("G9")
 @pytest.mark.thorough
-@pytest.mark.proof
 @pytest.mark.long
 def test_ten_thousand_groups_with_queues_leave_nothing(ranks2: RankPool) -> None:
     """A hundred worlds with a hundred groups and queues each end with the descriptors, threads and memory of the first.

@@ -9,6 +9,8 @@ import pytest
 from tests.crash.matrix_cells import RANKS, VICTIMS, Sender, live_in_a_cell, witnesses
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.proof
+
 PAGE = Path(__file__).with_name("matrix.md")
 PLACES = ["idle", "waiting", "mid-copy"]
 PLANES = [
@@ -100,7 +102,6 @@ def test_a_sample_of_the_table_holds(tmp_path: Path, cell: tuple[str, str, str, 
 
 
 @pytest.mark.thorough
-@pytest.mark.proof
 @pytest.mark.parametrize("cell", [cell for cell in TABLE if cell not in SAMPLE], ids=" ".join)
 def test_every_cell_of_the_table_holds(tmp_path: Path, cell: tuple[str, str, str, str]) -> None:
     """Every other cell ends as the table says."""

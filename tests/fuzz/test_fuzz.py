@@ -21,6 +21,8 @@ from tests.fuzz.target import Target
 from tests.fuzz.targets import TARGETS
 from tests.probes import requires
 
+pytestmark = pytest.mark.proof
+
 SAMPLE = 6_000
 ALL = 10_000_000
 COUNTED = 100_000
@@ -131,7 +133,6 @@ def test_a_changed_decoder_makes_its_row_stale(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.thorough
-@pytest.mark.proof
 @pytest.mark.parametrize(("name", "language"), MEASURED)
 def test_the_inputs_reach_the_lines_of_the_decoders(
     folder: Path, tmp_path: Path, name: str, language: str
@@ -194,7 +195,6 @@ def run_under_sanitizers(
 
 @pytest.mark.guarantee("C10", "C13", "B10", "B17")
 @pytest.mark.thorough
-@pytest.mark.proof
 @pytest.mark.long
 @requires("sanitizers")
 @pytest.mark.parametrize("allocator", ["malloc", "pymalloc"])

@@ -6,6 +6,8 @@ import pytest
 
 from tests.stress.lives import plan_of, run_life
 
+pytestmark = pytest.mark.proof
+
 MINUTES_LIVES = 60
 
 
@@ -20,7 +22,6 @@ def test_some_lives_of_mixed_calls_deliver_every_byte(number: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.proof
 @pytest.mark.parametrize("seed", range(4))
 def test_many_lives_of_mixed_calls_deliver_every_byte(seed: int) -> None:
     """The same with up to six ranks, for some minutes."""

@@ -11,6 +11,8 @@ import pytest
 from tests.leaks import GRACE_S
 from tests.rebuild_cycles import Crowd
 
+pytestmark = pytest.mark.proof
+
 RANKS = 4
 MOST_BYTES = 5_000
 """How much the store may grow per member and change: it keeps what was agreed, and a file store forgets nothing.
@@ -156,7 +158,6 @@ def growth(resident: Collection[Sequence[int]]) -> float:
 
 
 @pytest.mark.thorough
-@pytest.mark.proof
 @pytest.mark.long
 @pytest.mark.guarantee("E10")
 def test_two_hundred_ranks_are_killed_and_replaced_without_a_leak() -> None:

@@ -1,5 +1,6 @@
 """tests/conftest.py enforces its rules on every test."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -136,3 +137,17 @@ def test_an_unknown_probe_is_refused() -> None:
     """A test cannot name a probe that does not exist."""
     with pytest.raises(ValueError, match="there are"):
         requires("luck")
+
+
+def test_the_thorough_run_takes_the_whole_of_what_it_is_for() -> None:
+    """`make test-thorough` leaves out no cell of the failure matrix, life, changed message or cycle, sampled or not."""
+    text = (ROOT / "Makefile").read_text()
+    (chosen,) = re.findall(r"^test-thorough:.*\n\t.* -m \"([^\"]+)\" tests$", text, re.MULTILINE)
+    files = ["crash/test_matrix.py", "stress/test_stress.py", "fuzz/test_fuzz.py", "crash/test_leaks.py"]
+    files += ["multiproc/coordinator/test_rebuild_cycles.py"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", chosen]
+    paths = [str(ROOT / "tests" / file) for file in files]
+    run = subprocess.run([*command, *paths], check=False, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "deselected" not in run.stdout, run.stdout
+    assert run.stdout.count("/test_matrix.py::") == 8 * 3 * 3 * 4 + 1  # and the test of the table itself

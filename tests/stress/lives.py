@@ -1,6 +1,7 @@
 """Lives of a stress run: start the ranks of one, disturb them, and judge how it ended."""
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -24,6 +25,8 @@ HANG_S = 120.0
 BLAME_S = 15.0
 """Within how many seconds of a kill each survivor must raise. It takes milliseconds, but the machine is busy."""
 HIT_AFTER_S = 1.5
+MOST_STOPPED_S = 0.03
+"""How long a rank is stopped. The shortest deadline of a life is 5 s."""
 APART = 0.4
 """The share of lives whose ranks pretend to be on two hosts."""
 KINDS = ("healthy", "healthy", "killed", "interrupted", "all interrupted", "struck")
@@ -138,7 +141,7 @@ def _files() -> set[str]:
 
 
 class _Disturber:
-    """Stops and continues the ranks of a healthy life, or hits the culprits of another."""
+    """Stops and continues ranks from time to time, and hits the culprits."""
 
     def __init__(self, plan: LifePlan, marks: Path) -> None:
         self.hit_at = 0.0
@@ -164,19 +167,25 @@ class _Disturber:
 
     def _disturb(self) -> None:
         if self._plan.culprits:
+            ready = [self._marks / f"ready-{rank}" for rank in range(self._plan.ranks)]
+            wait_until(
+                lambda: self._over.is_set() or all(each.exists() for each in ready), "ranks that are ready"
+            )
+            self._stop_ranks(time.monotonic() + self._plan.hit_after_s)
             self._hit()
-        while not self._plan.culprits and not self._over.wait(self._random.uniform(0.005, 0.2)):
+        self._stop_ranks(math.inf)
+
+    def _stop_ranks(self, until: float) -> None:
+        """Stop one rank after another, each for far less than any deadline: nobody may be blamed for it."""
+        while not self._over.wait(min(self._random.uniform(0.005, 0.2), max(0.0, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                return
             chosen = self._random.choice(self._processes)
             _send(chosen, signal.SIGSTOP)
-            time.sleep(self._random.uniform(0.001, 0.03))
+            time.sleep(self._random.uniform(0.001, MOST_STOPPED_S))
             _send(chosen, signal.SIGCONT)
 
     def _hit(self) -> None:
-        ready = [self._marks / f"ready-{rank}" for rank in range(self._plan.ranks)]
-        wait_until(
-            lambda: self._over.is_set() or all(each.exists() for each in ready), "ranks that are ready"
-        )
-        self._over.wait(self._plan.hit_after_s)
         self.hit_at = time.monotonic()
         for rank in self._plan.culprits:
             _send(self._processes[rank], signal.SIGKILL if self._plan.kind == "killed" else signal.SIGINT)

@@ -16,7 +16,11 @@ SHORTEST_S, LONGEST_S = 0.000_002, 0.004
 """When a strike comes after the beginning of a call: within a call that has all it needs, or while one waits."""
 
 LATER_S = 0.001
-"""When Ctrl-C comes again that Python would have swallowed."""
+"""When a signal comes again whose handler may not raise yet, as where Python would swallow Ctrl-C."""
+
+
+def _anywhere(frame: FrameType | None) -> bool:
+    return True
 
 
 class StrikeError(Exception):
@@ -45,6 +49,7 @@ class Alarms:
         self.strikes = 0
         self.may_strike = may_strike
         self._is_armed = False
+        self._is_place: Callable[[FrameType | None], bool] = _anywhere
         self._is_interrupted = False
         self._random = random.Random(seed)
         self._every_s = 0.0
@@ -62,7 +67,9 @@ class Alarms:
         self.count += 1
         if self._is_interrupted:
             self.interrupt(number, frame)
-        if self._is_armed:
+        if self._is_armed and not self._is_place(frame):
+            self._come_later()
+        elif self._is_armed:
             self._is_armed = False
             self.strikes += 1
             raise StrikeError("struck")
@@ -72,8 +79,11 @@ class Alarms:
         self._is_interrupted = is_swallowing(frame)
         if not self._is_interrupted:
             raise KeyboardInterrupt
-        self._after_s = LATER_S
-        self._wanted.set()
+        self._come_later()
+
+    def _come_later(self) -> None:
+        # Not by the thread: the lock of its event may be held by the handler that this one has interrupted.
+        signal.setitimer(signal.ITIMER_REAL, LATER_S, self._every_s)
 
     def change(self) -> None:
         """Choose another rate: none, or every 0.3 to 20 ms."""
@@ -84,11 +94,17 @@ class Alarms:
         """Return whether the next call is to be struck, which is so for this share of them."""
         return self.may_strike and self._random.random() < share
 
-    def strike(self, call: Callable[[], object]) -> bool:
+    def strike(
+        self, call: Callable[[], object], is_place: Callable[[FrameType | None], bool] = _anywhere
+    ) -> bool:
         """Make a call, in which the handler may raise at any moment.
 
         Whoever wants its result lets `call` store it in a statement that calls nothing else, because a strike may come
         behind the call too.
+
+        Args:
+            call: The call.
+            is_place: Whether the handler may raise where it interrupts this frame; otherwise the signal comes again.
 
         Returns:
             Whether it was struck.
@@ -100,6 +116,7 @@ class Alarms:
         else:
             self._wanted.set()
         try:
+            self._is_place = is_place
             self._is_armed = True
             call()
         except StrikeError:

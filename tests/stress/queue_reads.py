@@ -1,12 +1,15 @@
 """All ways to read the next message of a queue, with deadlines that pass and handlers that raise meanwhile."""
 
 import asyncio
+import inspect
 import random
 import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -40,6 +43,7 @@ class Reading:
         what: What this is, for an error.
         limit_s: The deadline of a call that has one.
         alarms: What may strike it.
+        selector: An empty selector, opened where nothing strikes: one that a strike left would be nobody's to close.
         taken: What was read.
         is_checked: Whether the call itself has compared it.
     """
@@ -49,6 +53,7 @@ class Reading:
     what: str
     limit_s: float
     alarms: Alarms
+    selector: selectors.BaseSelector | None = None
     taken: list[Any] = field(default_factory=list)
     is_checked: bool = False
 
@@ -91,27 +96,32 @@ def _dequeue_one(reading: Reading) -> None:
 
 
 def _selected(reading: Reading) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(reading.end, selectors.EVENT_READ)
-        selector.select(PATIENCE_S)
+    assert reading.selector is not None
+    reading.selector.register(reading.end, selectors.EVENT_READ)
+    reading.selector.select(PATIENCE_S)
     _try_dequeue(reading)
 
 
+# The coroutine itself stores what it has read: a strike may come between its end and that of the loop.
+async def _await(reading: Reading, limit_s: float) -> None:
+    reading.taken.append(await reading.end.adequeue(limit_s))
+
+
 def _adequeue(reading: Reading) -> None:
-    reading.taken.append(asyncio.run(reading.end.adequeue(PATIENCE_S)))
+    asyncio.run(_await(reading, PATIENCE_S))
 
 
 def _timed_adequeue(reading: Reading) -> None:
-    reading.taken.append(asyncio.run(reading.end.adequeue(reading.limit_s)))
+    asyncio.run(_await(reading, reading.limit_s))
 
 
 def _cancelled_adequeue(reading: Reading) -> None:
-    async def read() -> Any:
+    async def read() -> None:
         async with asyncio.timeout(reading.limit_s):
-            return await reading.end.adequeue()
+            reading.taken.append(await reading.end.adequeue())
 
     try:
-        reading.taken.append(asyncio.run(read()))
+        asyncio.run(read())
     except CommTimeoutError as error:
         raise MismatchError(f"{reading.what}: a read without a deadline was late: {error}") from error
     except TimeoutError as error:
@@ -134,8 +144,26 @@ LATE = {"timed", "dequeue_any", "timed adequeue", "cancelled adequeue"}
 """Those whose deadline may pass before the message comes."""
 BY_ASYNCIO = {"adequeue", "timed adequeue", "cancelled adequeue"}
 """asyncio itself leaves a loop open, or a coroutine unstarted, if Ctrl-C comes while it makes them."""
-NOT_STRUCK = {"selected", *BY_ASYNCIO}
-"""asyncio itself catches what a handler raises in one of its callbacks, and a selector may just have been opened."""
+
+
+def _in_loop(frame: FrameType | None) -> bool:
+    """Return whether a handler may raise in a read by asyncio: in its coroutine, or while the loop waits for events.
+
+    asyncio itself catches what is raised in a callback of its loop, and leaves the loop open that it makes or closes.
+    """
+    outer: FrameType | None = None
+    while frame is not None and "/asyncio/" not in frame.f_code.co_filename:
+        outer, frame = frame, frame.f_back
+    if frame is None or outer is None:
+        return False
+    is_coroutine = bool(outer.f_code.co_flags & inspect.CO_COROUTINE)
+    if not is_coroutine and outer.f_code.co_name != "select":
+        return False
+    names = set()
+    while frame is not None:
+        names.add(Path(frame.f_code.co_filename).stem + "." + frame.f_code.co_name)
+        frame = frame.f_back
+    return "base_events.run_forever" in names and "runners.close" not in names
 
 
 def _limit_s(own: random.Random) -> float:
@@ -153,10 +181,13 @@ def read_next(end: QueueReader, expected: Any, alarms: Alarms, own: random.Rando
         reading.limit_s = _limit_s(own)
         call = partial(READS[way], reading)
         try:
-            if way not in NOT_STRUCK and alarms.wants_strike(STRUCK):
-                alarms.strike(call)
-            else:
-                call()
+            with selectors.DefaultSelector() as reading.selector:
+                if way in BY_ASYNCIO and alarms.wants_strike(STRUCK):
+                    alarms.strike(call, _in_loop)
+                elif way not in BY_ASYNCIO and alarms.wants_strike(STRUCK):
+                    alarms.strike(call)
+                else:
+                    call()
         except CommTimeoutError:
             if way not in LATE:
                 raise

@@ -1,14 +1,42 @@
 """A sample of the stress program, which `make stress` runs for as long as one likes."""
 
+import contextlib
 import dataclasses
+import random
 
 import pytest
 
+from tests.queues import background, queue
+from tests.stress import queue_reads
+from tests.stress.alarms import Alarms
 from tests.stress.lives import plan_of, run_life
 
 pytestmark = pytest.mark.proof
 
 MINUTES_LIVES = 60
+STRIKES = 20
+
+
+@pytest.mark.parametrize("way", ["selected", "adequeue", "timed adequeue", "cancelled adequeue"])
+def test_a_read_of_an_event_loop_is_struck_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A handler raises in reads through asyncio or a selector too, and every message still comes once, in order."""
+    monkeypatch.setattr(queue_reads, "READS", {way: queue_reads.READS[way]})
+    own = random.Random(way)
+    with queue() as (writer, (reader,)), contextlib.ExitStack() as ends:
+        alarms = Alarms(way, may_strike=True)
+        ends.callback(alarms.end)
+        while alarms.strikes < STRIKES:
+            messages = [{"data": own.randbytes(own.choice((10, 3000, 40_000)))} for _ in range(20)]
+
+            def write(messages: list[dict[str, bytes]] = messages) -> None:
+                for each in messages:
+                    writer.enqueue(each)
+
+            with background(write):
+                for number, expected in enumerate(messages):
+                    queue_reads.read_next(reader, expected, alarms, own, f"message {number}")
 
 
 @pytest.mark.parametrize("number", [0, 2, 3, 5])

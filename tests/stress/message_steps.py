@@ -1,6 +1,8 @@
 """Steps of a stress life in which ranks send each other messages and read queues."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +23,7 @@ from tests.stress.collective_steps import dict_of
 from tests.stress.model import MismatchError, Model, check_same
 from tests.stress.queue_reads import PATIENCE_S, read_any, read_next
 
-__all__ = ["CREATION_S", "STEPS", "Queues"]
+__all__ = ["CREATION_S", "STEPS", "Queues", "pretended_place"]
 
 RING_BYTES = 1 << 20
 """A quarter of the default, so that rings turn around often and more messages exceed half of one."""
@@ -62,13 +64,7 @@ class Queues:
 
         Ranks with the same `place` share memory.
         """
-        own = this_process()
-        pretended = msgspec.structs.replace(own, network_namespace=own.network_namespace + place)
-
-        def pretend() -> ProcessIdentity:
-            return pretended
-
-        with mock.patch.object(group_queues, "this_process", pretend):
+        with pretended_place(place):
             ends = [group.create_mq_broadcaster(writer) for writer in range(group.world_size)]
             answer, answers = group.create_single_reader_mq_broadcasters(reader)
         unread: dict[int, list[Any]] = {writer: [] for writer in range(group.world_size)}
@@ -84,6 +80,19 @@ class Queues:
             broadcast=BroadcastSettings(ring_bytes=RING_BYTES),
             remote=RemoteSettings(lost_after_s=LOST_AFTER_S),
         )
+
+
+@contextmanager
+def pretended_place(place: int) -> Iterator[None]:
+    """Let the queues that are created in the block share memory between ranks with the same `place` only."""
+    own = this_process()
+    pretended = msgspec.structs.replace(own, network_namespace=own.network_namespace + place)
+
+    def pretend() -> ProcessIdentity:
+        return pretended
+
+    with mock.patch.object(group_queues, "this_process", pretend):
+        yield
 
 
 def messages(group: GroupCoordinator, _: Queues, model: Model) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from coordinator import ReduceOperation
 
-__all__ = ["MismatchError", "Model", "check_same", "combined", "joined"]
+__all__ = ["MOST_BYTES", "MismatchError", "Model", "check_same", "combined", "joined"]
 
 SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 MOVED = (*SUMMED, torch.uint8, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)

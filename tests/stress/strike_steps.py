@@ -4,12 +4,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from coordinator import GroupBrokenError, GroupCoordinator, PeerLostError
+import torch
+
+from coordinator import ClosedError, GroupBrokenError, GroupCoordinator, PeerLostError
 from tests.crash.test_interrupted_collectives import begun
 from tests.stress.alarms import Alarms, StrikeError
 from tests.stress.collective_steps import MAKERS, Check, dict_of
-from tests.stress.message_steps import Queues
-from tests.stress.model import MismatchError, Model, check_same
+from tests.stress.message_steps import Queues, pretended_place
+from tests.stress.model import MOST_BYTES, MismatchError, Model, check_same
+from tests.stress.queue_reads import read_next
 
 __all__ = ["calls"]
 
@@ -166,7 +169,8 @@ def _broadcast(group: GroupCoordinator, alarms: Alarms, model: Model, victim: in
 
 def _sent(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) -> None:
     """Strike a rank that sends an object: it is sent whole or not at all, and the next one comes."""
-    dst, expected = (victim + 1) % model.world_size, model.object("sent")
+    dst = (victim + 1) % model.world_size
+    expected = model.object("sent") if model.plan.random() < 0.5 else _long(model, "sent")
     if group.rank_in_group == victim:
         _struck(group, alarms, partial(group.send_object, expected, dst))
         group.send_object("last", dst)
@@ -177,6 +181,55 @@ def _sent(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) ->
             check_same(group.recv_object(victim), "last", "what was sent after the strike")
 
 
+def _sent_tensor(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) -> None:
+    """Strike a rank that sends a long tensor, as `_sent`, in a call that waits or through a handle."""
+    dst, waits = (victim + 1) % model.world_size, model.plan.random() < 0.5
+    expected, last = _long(model, "sent"), _long(model, "sent").neg()
+    if group.rank_in_group == victim:
+        send: Made = lambda: group.send(expected, dst) if waits else group.isend(expected, dst).wait()  # noqa: E731
+        _struck(group, alarms, send)
+        group.send(last, dst)
+    elif group.rank_in_group == dst:
+        found = group.recv(last.shape, last.dtype, victim)
+        if not torch.equal(found, last):
+            check_same(found, expected, "what was sent before the strike")
+            check_same(group.recv(last.shape, last.dtype, victim), last, "what was sent after the strike")
+
+
+def _long(model: Model, *whose: object) -> torch.Tensor:
+    """Return a tensor that a channel and a queue write in several parts, with handlers between them."""
+    return model.tensor(
+        (model.private(whose).randrange(MOST_BYTES // 12, MOST_BYTES // 4),), torch.float32, whose
+    )
+
+
+def _enqueued(group: GroupCoordinator, alarms: Alarms, model: Model, victim: int) -> None:
+    """Strike a rank that enqueues long messages: one that is cut breaks the queue, and no reader gets it."""
+    n, plan = model.world_size, model.plan
+    places = [plan.randrange(2) for _ in range(n)] if plan.random() < 0.5 and not model.is_apart else [0] * n
+    with pretended_place(places[group.rank_in_group]):
+        end: Any = group.create_mq_broadcaster(victim)
+    count = 0
+    with end:
+        for number in range(plan.randrange(1, 5)):
+            expected = _long(model, number)
+            try:
+                if group.rank_in_group == victim:
+                    while end.statistics().messages == count:
+                        alarms.strike(partial(end.enqueue, expected))
+                else:
+                    own = model.private((number, group.rank_in_group))
+                    read_next(end, expected, alarms, own, f"long message {number}")
+                count += 1
+            except GroupBrokenError as error:
+                if group.rank_in_group != victim or not isinstance(error.__cause__, StrikeError):
+                    raise
+                break
+            except ClosedError:
+                break
+    check_same(group.all_gather_object(count), [count] * n, "how many messages each rank has")
+
+
 CALLS = {
     "collective": _collective,
     "collective again": _collective,
@@ -185,5 +238,7 @@ CALLS = {
     "receiving a dict": _dict,
     "receiving a broadcast": _broadcast,
     "sending": _sent,
+    "sending a tensor": _sent_tensor,
+    "enqueuing": _enqueued,
 }
 """By name: what a rank is struck in."""

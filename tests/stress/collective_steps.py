@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from coordinator import DisagreementError, GroupCoordinator, ReduceOperation, UsageError
-from tests.stress.model import MismatchError, Model, check_same, joined
+from coordinator import DisagreementError, GroupCoordinator, ReduceOperation, UsageError, functional
+from tests.stress.model import MismatchError, Model, check_same, combined, joined
 
-__all__ = ["MAKERS", "STEPS", "Check", "Start", "dict_of"]
+__all__ = ["MAKERS", "STEPS", "Check", "Start", "dict_of", "torch_calls"]
 
 Check = Callable[[Any], None]
 Start = Callable[..., Any]
@@ -213,6 +214,123 @@ def coalesced(group: GroupCoordinator, model: Model) -> None:
     check_same(group.reduce_scatter_coalesced(given[me]), parts, "reduce_scatter_coalesced")
 
 
+def functionals(group: GroupCoordinator, model: Model) -> None:
+    """Make functional collectives, some of which run until their results are used in an order of this rank's own."""
+    used: list[Callable[[], None]] = []
+    for number in range(model.plan.randrange(1, 4)):
+        inner = model.inner(f"call {number}")
+        used.append(_functional(group, inner))
+    model.private(group.rank_in_group).shuffle(used)
+    for use in used:
+        use()
+
+
+def _functional(group: GroupCoordinator, model: Model) -> Callable[[], None]:
+    me, n, plan, root = group.rank_in_group, model.world_size, model.plan, model.rank()
+    dtype, rows = model.dtype(summed=True), model.count(100_000)
+    inputs = [model.tensor((n * rows, 2), dtype, rank) for rank in range(n)]
+    operation, given = _operation(model, dtype), inputs[me].clone()
+    # Whether a call runs beside the rank may differ between ranks.
+    overlap, where = model.private(me).choice((None, True, False)), plan.choice((group, group.unique_name))
+    match plan.randrange(5):
+        case 0:
+            found = functional.all_reduce(given, operation, where, overlap=overlap)
+            expected = model.reduced(operation, inputs)
+        case 1:
+            found = functional.all_gather_tensor(given, 1, where, overlap=overlap)
+            expected = joined(inputs, 1)
+        case 2:
+            found = functional.reduce_scatter_tensor(given, operation, 0, where, overlap=overlap)
+            expected = model.reduced(operation, inputs).view(n, rows, 2)[me]
+        case 3:
+            found = functional.all_to_all_single(given, None, None, where, overlap=overlap)
+            expected = joined([each.view(n, rows, 2)[me] for each in inputs])
+        case _:
+            found = functional.broadcast(given, root, where, overlap=overlap)
+            expected = inputs[root]
+
+    def use() -> None:
+        check_same(functional.wait_tensor(found), expected, "a functional collective")
+        check_same(given, inputs[me], "the input of a functional collective afterwards")
+
+    return use
+
+
+TORCH_SUMS = {
+    ReduceOperation.SUM: dist.ReduceOp.SUM,
+    ReduceOperation.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOperation.MIN: dist.ReduceOp.MIN,
+    ReduceOperation.MAX: dist.ReduceOp.MAX,
+}
+
+
+def torch_calls(there: dist.ProcessGroup, model: Model) -> None:
+    """Make collectives of torch.distributed over a group of our backend, and wait in an order of this rank's own."""
+    started = [_torch_call(there, model.inner(f"call {at}")) for at in range(model.plan.randrange(1, 5))]
+    if model.plan.random() < 0.3:
+        # torch pickles objects, and cannot read all dtypes again.
+        every = [
+            model.private(rank).randbytes(model.plan.choice((0, 10, 5000)))
+            for rank in range(model.world_size)
+        ]
+        found: list[Any] = [None] * model.world_size
+        dist.all_gather_object(found, every[there.rank()], there)
+        check_same(found, every, "dist.all_gather_object")
+    model.private(there.rank()).shuffle(started)
+    for work, output, expected, form in started:
+        if work is not None:
+            work.wait()
+        if expected is not None:
+            check_same(output, expected, f"dist.{form}")
+    if model.plan.random() < 0.2:
+        dist.barrier(there)
+
+
+def _torch_call(
+    there: dist.ProcessGroup, model: Model
+) -> tuple[dist.Work | None, torch.Tensor, torch.Tensor | None, str]:
+    """Start a call; return its handle, if it has one, its output, what that must be, and the name of the call."""
+    me, n, plan = there.rank(), model.world_size, model.plan
+    forms = ("all_reduce", "reduce", "scatter", "gather", "exchange", "broadcast", "batch")
+    form = plan.choice(forms if n > 1 else forms[:-1])  # no rank sends to itself
+    is_summed = form in ("all_reduce", "reduce", "scatter")
+    dtype, rows, waits = model.dtype(summed=is_summed), model.count(60_000), plan.random() < 0.5
+    inputs = [model.tensor((n * rows, 2), dtype, rank) for rank in range(n)]
+    operation, root = plan.choice(list(TORCH_SUMS)), model.rank()
+    mine, op, src = inputs[me].clone(), TORCH_SUMS[operation], dist.get_global_rank(there, root)
+    part, total = torch.empty((rows, 2), dtype=dtype), None
+    if is_summed:
+        total = combined(operation, inputs)
+    match form:
+        case "all_reduce":
+            return dist.all_reduce(mine, op, there, not waits), mine, total, form
+        case "reduce":
+            return dist.reduce(mine, src, op, there, not waits), mine, total if me == root else None, form
+        case "scatter":
+            assert total is not None
+            work = dist.reduce_scatter(part, list(mine.view(n, rows, 2)), op, there, not waits)
+            return work, part, total.view(n, rows, 2)[me], form
+        case "gather":
+            whole = torch.empty((n, n * rows, 2), dtype=dtype)
+            work = dist.all_gather(list(whole), mine, there, not waits)
+            return work, whole, joined(inputs).view(whole.shape), form
+        case "exchange":
+            output = torch.empty_like(mine)
+            work = dist.all_to_all_single(output, mine, None, None, there, not waits)
+            return work, output, joined([each.view(n, rows, 2)[me] for each in inputs]), form
+        case "broadcast":
+            return dist.broadcast(mine, src, there, not waits), mine, inputs[root], form
+    # A ring: to the next rank, and from the one before.
+    output, after, before = torch.empty_like(mine), (me + 1) % n, (me - 1) % n
+    operations = [
+        dist.P2POp(dist.isend, mine, group=there, group_peer=after),
+        dist.P2POp(dist.irecv, output, group=there, group_peer=before),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return None, output, inputs[before], form
+
+
 def objects(group: GroupCoordinator, model: Model) -> None:
     """Make one collective of objects."""
     me, n, root = group.rank_in_group, model.world_size, model.rank()
@@ -291,6 +409,7 @@ STEPS = {
     "tensors": (tensors, 30),
     "asynchronous": (asynchronous, 10),
     "coalesced": (coalesced, 4),
+    "functionals": (functionals, 6),
     "objects": (objects, 12),
     "scalars": (scalars, 6),
     "tensor_dict": (tensor_dict, 6),

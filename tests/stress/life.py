@@ -4,18 +4,23 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from coordinator.bootstrap.blocking_calls import finish_calls
 from coordinator.errors import ClosedError, CommError
 from coordinator.group import GroupCoordinator
+from coordinator.torch_backend import BACKEND
 from device_comm.cpu import shared_memory
 from tests.stress import collective_steps, engine_steps, message_steps, strike_steps
 from tests.stress.alarms import Alarms
 from tests.stress.message_steps import CREATION_S, Queues
 from tests.stress.model import Model
+from tests.stress.queue_reads import PATIENCE_S
 from tests.waiting import wait_until
 from tests.worlds import join_world, meet, world
 
@@ -48,7 +53,9 @@ STEPS: dict[str, Step] = {
     **{name: partial(_without_queues, step) for name, (step, _) in PLAIN.items()},
     **{name: step for name, (step, _) in message_steps.STEPS.items()},
 }
+TORCH = "calls of torch.distributed"
 WEIGHTS = [weight for table in (PLAIN, message_steps.STEPS) for _, weight in table.values()]
+WEIGHTS.append(6)
 RENEWAL = "renewal"
 CREATES = {RENEWAL, *engine_steps.CREATES}
 """The steps in which ranks create groups."""
@@ -90,6 +97,9 @@ class Life:
         self._places = places
         self._breaks = breaks
         self._alarms = alarms
+        # Between hosts torch's group would be one of Gloo, which names nobody.
+        is_apart = len(set(places)) > 1
+        self._torch = None if is_apart else _torch_group(everyone.ranks)
         self._renew()
 
     def _renew(self) -> None:
@@ -115,7 +125,7 @@ class Life:
     def take_step(self) -> None:
         """Take the next step of the schedule."""
         self.step += 1
-        self.doing = self._schedule.choices(list(STEPS), WEIGHTS)[0]
+        self.doing = self._schedule.choices([*STEPS, TORCH], WEIGHTS)[0]
         model = Model(f"{self._seed}/{self.step}", self._places)
         group = self._everyone if self._schedule.random() < 0.2 and not self._one_group else self.group
         if self._schedule.randrange(RENEWALS) == 0:
@@ -126,13 +136,41 @@ class Life:
         elif self._breaks and self._schedule.random() < STRUCK_SHARE:
             self.doing = STRUCK
             strike_steps.calls(group, self._alarms, model, f"s{self.step}")
+        elif self.doing == TORCH:
+            self._call_torch(model)
         else:
             STEPS[self.doing](group, self.queues, model)
+
+    def _call_torch(self, model: Model) -> None:
+        """Make calls of the group that torch has, or of one that it makes for them, of some ranks.
+
+        In a life that ends by a kill or an interrupt it makes none: torch itself waits for the others there, and for
+        minutes.
+        """
+        if self._torch is None:
+            return
+        if self._one_group or model.plan.random() < 0.7:
+            collective_steps.torch_calls(self._torch, model)
+            return
+        members = sorted(model.plan.sample(range(model.world_size), model.plan.randint(1, model.world_size)))
+        part = _torch_group([self._everyone.ranks[each] for each in members])
+        if self._everyone.rank_in_group in members:
+            inner = model.inner("part", "".join(model.places[each] for each in members))
+            collective_steps.torch_calls(part, inner)
+            dist.barrier(part)  # a rank that leaves would end the calls of the others
+            dist.destroy_process_group(part)
 
     def goes_on(self, until: float) -> bool:
         """Learn from rank 0 whether there is time left."""
         self.doing = "end of a batch"
         return self.group.broadcast_flag(time.monotonic() < until, 0)
+
+
+def _torch_group(ranks: list[int]) -> dist.ProcessGroup:
+    """Return a group of our backend for torch; to a rank that is not among them something else. Of all ranks."""
+    found: Any = dist.new_group(ranks, timedelta(seconds=PATIENCE_S), BACKEND)
+    group: dist.ProcessGroup = found
+    return group
 
 
 def live(
@@ -246,12 +284,19 @@ def _error_of(call: Callable[[], object]) -> BaseException:
     raise StressError("the barrier of a broken group ended without an error")
 
 
+def _name_of(error: BaseException | None) -> str:
+    """Return the name of the class; of an error for callers of torch that of the class which it stands for."""
+    return next(each.__name__ for each in type(error).__mro__ if not issubclass(each, dist.DistBackendError))
+
+
 def _ending(error: BaseException) -> dict[str, Any]:
-    blamed = error if getattr(error, "peers", None) or getattr(error, "missing", None) else error.__cause__
+    blamed: BaseException | None = error
+    while blamed is not None and not (getattr(blamed, "peers", None) or getattr(blamed, "missing", None)):
+        blamed = blamed.__cause__
     ranks = [*getattr(blamed, "peers", ()), *getattr(blamed, "missing", ())]
     return {
-        "end": type(error).__name__,
-        "blamed": type(blamed).__name__,
+        "end": _name_of(error),
+        "blamed": _name_of(blamed),
         "peers": ranks,
         "text": str(error),
         "at": time.monotonic(),

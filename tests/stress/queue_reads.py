@@ -147,17 +147,19 @@ BY_ASYNCIO = {"adequeue", "timed adequeue", "cancelled adequeue"}
 
 
 def _in_loop(frame: FrameType | None) -> bool:
-    """Return whether a handler may raise in a read by asyncio: in its coroutine, or while the loop waits for events.
+    """Return whether a handler may raise in a read by asyncio: inside of `adequeue`, or while the loop waits.
 
     asyncio itself catches what is raised in a callback of its loop, and leaves the loop open that it makes or closes.
+    In the coroutine that awaits `adequeue`, `async with` would leave its last coroutine unstarted.
     """
+    interrupted = frame
     outer: FrameType | None = None
     while frame is not None and "/asyncio/" not in frame.f_code.co_filename:
         outer, frame = frame, frame.f_back
     if frame is None or outer is None:
         return False
-    is_coroutine = bool(outer.f_code.co_flags & inspect.CO_COROUTINE)
-    if not is_coroutine and outer.f_code.co_name != "select":
+    is_inside = outer is not interrupted and bool(outer.f_code.co_flags & inspect.CO_COROUTINE)
+    if not is_inside and outer.f_code.co_name != "select":
         return False
     names = set()
     while frame is not None:

@@ -52,7 +52,7 @@ class Async(TypedDict, total=False):
     async_op: Required[Literal[True]]
 
 
-def _limit_of(timeout_s: AnyTimeout) -> float | None:
+def limit_of(timeout_s: AnyTimeout) -> float | None:
     """Return a deadline in seconds, or None for one that the call itself refuses later, in its turn."""
     try:
         return None if timeout_s is None else seconds(timeout_s)
@@ -115,7 +115,7 @@ class Calls:
             GroupBrokenError: An earlier failure broke the group.
         """
         if in_line and self._open:
-            left_s = self._line.settle(name, _limit_of(timeout_s))
+            left_s = self._line.settle(name, limit_of(timeout_s))
             # A deadline that the call refuses stays what it is.
             timeout_s = timeout_s if left_s is None else left_s
         if RUNNING or self._composed:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from coordinator.calls import Calls
+from coordinator.calls import Calls, limit_of
 from coordinator.host.frame_turns import FrameTurns
 from coordinator.host.object_order import ObjectOrder
 from coordinator.host.open_sends import OpenSends
@@ -18,7 +18,6 @@ from coordinator.queues.broadcast_order import BroadcastOrder, refusal_of
 from coordinator.queues.broadcaster import Broadcaster
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
-from device_comm.stages import until
 from shm_broadcast.errors import CommError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.timeouts import AnyTimeout
@@ -109,16 +108,10 @@ class GroupPlanes:
         broadcaster, order, host = self._broadcaster, self._order, self._host
         order.begin()
         if broadcaster is None or broadcaster.writer != src:
-            end = None if timeout_s is None else time.monotonic() + timeout_s
-
-            def left() -> float | None:
-                return None if end is None else until(end)
-
             if self.rank_in_group == src:
-                within_s = timeout_s or self.device_communicator.context.timeout_s
-                order.send(obj, lambda message: host.broadcast_object(message, src, left()), within_s)
+                order.send(obj, lambda message: host.broadcast_object(message, src, timeout_s))
                 return obj
-            return order.receive(src, lambda: host.broadcast_object(None, src, left()), type_, left)
+            return order.receive(src, lambda: host.broadcast_object(None, src, timeout_s), type_)
         if self.rank_in_group != src:
             return broadcaster.receive(timeout_s, type_, order)
         broadcaster.send(obj, timeout_s, order)
@@ -133,30 +126,35 @@ class GroupPlanes:
         *,
         in_line: bool = False,
     ) -> Result:
-        """Make the object broadcast `name` from rank `src`, as `Calls.receive` does.
+        """Make the object broadcast `name` from rank `src`, as `Calls.receive` does, behind those of other threads.
 
         If this rank refuses it, the others learn why.
         """
         # Before it counts: no other rank makes this call.
         self._calls.refuse_inside(name, in_line)
-        self._order.expect(name)
+        order, thread = self._order, threading.get_ident()
+        while order.holder is not None:
+            limit_s = limit_of(timeout_s)
+            own_s = self.device_communicator.context.timeout_s if src == self.rank_in_group else None
+            left_s = order.await_turn(name, own_s if limit_s is None else limit_s)
+            timeout_s = timeout_s if limit_s is None else left_s
+        order.holder = thread
         try:
+            order.expect(name)
             return self._calls.receive(name, timeout_s, take, in_line=in_line)
         except UsageError as error:
-            if not raised_by_handler(error) and self._order.refuses(error):
+            if not raised_by_handler(error) and order.refuses(error):
                 self._tell_refused_broadcast(src, f"{name}: {error}")
             raise
+        finally:
+            order.holder = None
 
     def _tell_refused_broadcast(self, src: int, reason: str) -> None:
         broadcaster = self._broadcaster
         if src != self.rank_in_group or isinstance(src, bool):
             self._order.skip()
         elif broadcaster is None or broadcaster.writer != src:
-            self._order.send_refusal(
-                reason,
-                lambda message: self._host.broadcast_object(message, src, None),
-                self.device_communicator.context.timeout_s,
-            )
+            self._order.send_refusal(reason, lambda message: self._host.broadcast_object(message, src, None))
         else:
             broadcaster.refuse(reason, self._order)
 

@@ -46,7 +46,7 @@ _RECEIVE: Final = Operation("host", "recv_tensor_dict", 0)
 _SEND: Final = Operation("host", "send_tensor_dict", 0)
 _BROADCAST: Final = Operation("host", "broadcast_tensor_dict", 0)
 # The turns of a peer: while one thread moves a message and its tensors, no other thread moves any between them.
-_SENDING, _RECEIVING, _BROADCASTING = range(3)
+_SENDING, _RECEIVING = range(2)
 
 
 class TensorDicts(GroupPlanes):
@@ -271,45 +271,30 @@ class TensorDicts(GroupPlanes):
             checks.check_rank(src, self.world_size, "src")
             self._check_own_group(group, (self._cpu_group, self._device_group), "group")
             self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")
-            queue = self._broadcaster
-            by_queue = queue is not None and queue.writer == src
             if self.rank_in_group != src:
-                if self._is_whole or by_queue:
-                    return self._receive_broadcast(src, limit_s)
-                return self._broadcast_in_turn(src, limit_s, partial(self._receive_broadcast, src))
+                return self._receive_broadcast(src, limit_s)
             if tensor_dict is None:
                 if self.world_size == 1:
                     return None
                 raise UsageError(f"{name}: rank src must give a tensor dict")
+            queue = self._broadcaster
+            by_queue = queue is not None and queue.writer == src
             # A queue moves a message of any size as fast as separate tensors.
             packed = (pack_whole if by_queue else self._host.pack)(tensor_dict, WHOLE_TENSORS)
             if packed.is_single:
                 self._broadcast(packed.message(), src, limit_s, None)
             else:
-                self._broadcast_in_turn(
-                    src, limit_s or self._timeout_s(), partial(self._send_broadcast, packed, src)
-                )
+                in_parts(self._health, _BROADCAST, partial(self._send_broadcast, packed, src, limit_s))
             return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
 
         return self._make_broadcast(name, src, timeout_s, take, in_line=True)
 
-    def _broadcast_in_turn(
-        self, src: int, timeout_s: float | None, stages: Callable[[float | None], Result]
-    ) -> Result:
-        # Who refuses the turn to a signal handler refuses no call of which the other ranks know.
-        self._order.begin()
-        return self._in_turn(_BROADCAST, _BROADCASTING, src, timeout_s, stages)
-
     def _send_broadcast(self, packed: PackedDict, src: int, timeout_s: float | None) -> None:
         """Send the message of a dict to all ranks, and the tensors that follow it."""
-
-        def parts() -> None:
-            self._broadcast(packed.message(), src, timeout_s, None)
-            self._host.broadcast_tensors(packed.beside("host"), src, timeout_s)
-            for tensor in packed.beside("device"):
-                self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
-
-        in_parts(self._health, _BROADCAST, parts)
+        self._broadcast(packed.message(), src, timeout_s, None)
+        self._host.broadcast_tensors(packed.beside("host"), src, timeout_s)
+        for tensor in packed.beside("device"):
+            self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
 
     def _receive_broadcast(self, src: int, timeout_s: float | None) -> TensorDict | None:
         # When tensors are due, the source is in the middle of its dict. It waits for each receiver within the group's

@@ -9,22 +9,25 @@ the numbers differ.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from coordinator.host.object_order import numbered
 from device_comm.health import GroupHealth, Operation
-from device_comm.stages import in_stages
+from device_comm.stages import in_stages, until
 from shm_broadcast import codec
 from shm_broadcast._core import NOTHING
 from shm_broadcast.errors import ClosedError, CommTimeoutError, DecodeError, DisagreementError, UsageError
-from shm_broadcast.interruption import is_held, raised_by_handler
-from shm_broadcast.turn import TakenError, Turn
+from shm_broadcast.interruption import raised_by_handler
 
 # The bit of a queue's tag that marks a message as the writer's reason for refusing its call. The other bits
 # are a count modulo 2^31.
 _REFUSED: Final = 1 << 31
 _COUNT: Final = _REFUSED - 1
+# How often a call looks whether its turn has come: it waits longer and longer, since another one may wait for ever.
+_TURN_S: Final = 0.0002
+_LONGEST_TURN_S: Final = 0.005
 
 # Broadcasts (number, whether it was refused, object or reason) over the host plane, or through the queue.
 Send = Callable[[tuple[int, bool, Any]], Any]
@@ -35,8 +38,11 @@ class BroadcastOrder:
     """How many object broadcasts this rank has called, and which messages still belong to calls that failed.
 
     Attributes:
-        name: The method that broadcasts on this thread, for the reason of a refusal.
+        name: The method that broadcasts, for the reason of a refusal.
         tag: The tag that the queue's next message must have, so that the hottest call compares two numbers.
+        holder: The thread that is inside of a call, if any. It writes this, behind a look, in statements that call no
+            function: neither another thread nor a signal handler comes between. Only what goes through a queue of one
+            host does without.
     """
 
     def __init__(self, health: GroupHealth) -> None:
@@ -47,17 +53,18 @@ class BroadcastOrder:
         self._is_local = True
         # The end of a queue of one host on its writer, which gives each message its tag.
         self._tagged: Any = None
+        self._is_far_writer = False
         # How many of this rank's calls took no message of the queue, minus how many messages no call took.
         self._beside = 0
         # A message of a call up to this number belongs to a call that has failed on this rank, and is dropped.
         self._failed = 0
         # Messages that came before their call, or in a call that was interrupted, by sender.
-        self._kept: dict[int, list[Any]] = {}
-        # Those of a queue that reaches other hosts, in order. A thread holds the lock while a message comes or is sent.
+        self._kept: dict[int | None, Any] = {}
+        # Those of a queue that reaches other hosts, in order.
         self._come: list[Any] = []
-        self._turn = threading.RLock()
-        # What each thread calls, and whether the call has passed its checks.
-        self._calls = threading.local()
+        self._is_begun = False
+        self.holder: int | None = None
+        self.name: str = "broadcast_object"
         self.tag: int = 0
 
     def adopt(self, end: Any, writer: int, *, is_writer: bool, is_local: bool) -> None:
@@ -68,6 +75,7 @@ class BroadcastOrder:
         """
         self._end, self._writer, self._is_local = end, writer, is_local
         self._tagged = end if is_writer and is_local else None
+        self._is_far_writer = is_writer and not is_local
         self._failed = 0
         self._come.clear()
         self._settle(0)
@@ -82,19 +90,45 @@ class BroadcastOrder:
         # A message counts once it has been given to its call. Its end counts it before, and may keep it.
         return self._beside + int(end.messages) - int(end.has_message) - len(self._come)
 
-    @property
-    def name(self) -> str:
-        """Return it; see the class."""
-        return getattr(self._calls, "name", "broadcast_object")
+    def await_turn(self, name: str, within_s: float | None) -> float | None:
+        """Wait until no other thread is inside of a call; return what is left of `within_s` seconds.
+
+        The caller looks again, since a third thread may have come first.
+
+        Raises:
+            UsageError: A signal handler makes the call `name` inside of another one. It has no number.
+            CommTimeoutError: Another thread is inside of a call for `within_s` seconds.
+        """
+        end = None if within_s is None else time.monotonic() + within_s
+        pause_s = _TURN_S
+        while (holder := self.holder) is not None:
+            if holder == threading.get_ident():
+                # The call inside of which a handler makes this one goes on, also if its message is half written.
+                if self._tagged is not None:
+                    self._tagged.refused_nested = True
+                elif self._is_far_writer:
+                    self._end.note_refusal()
+                raise UsageError(
+                    f"{self._health.where(name)}: this thread is inside of a broadcast of the group already, as in a "
+                    "signal handler or a finalizer"
+                )
+            if end is not None and time.monotonic() >= end:
+                raise CommTimeoutError(
+                    f"{self._health.where(name)}: another thread is inside of a broadcast of the group, no turn within "
+                    f"{within_s:.1f} s",
+                    missing=(),
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_TURN_S)
+        return None if end is None else until(end)
 
     def expect(self, name: str) -> None:
-        """Note that the call `name` comes next on this thread."""
-        self._calls.name, self._calls.is_begun = name, False
+        """Note that the call `name` comes next."""
+        self.name, self._is_begun = name, False
 
     def refuses(self, error: UsageError) -> bool:
         """Return whether `error` has refused the call before it began, so that the other ranks must learn of it."""
-        is_begun = getattr(self._calls, "is_begun", False)
-        return not is_begun and not isinstance(error, ClosedError) and not self._health.is_inherited
+        return not self._is_begun and not isinstance(error, ClosedError) and not self._health.is_inherited
 
     def skip(self) -> None:
         """Count a call that this rank refuses, and of which it can tell nobody. Its message is dropped."""
@@ -103,7 +137,7 @@ class BroadcastOrder:
 
     def begin(self) -> None:
         """Note that the call has passed its checks."""
-        self._calls.is_begun = True
+        self._is_begun = True
 
     # ------------------------------------------------------------------ through the queue
 
@@ -154,14 +188,9 @@ class BroadcastOrder:
 
     # ------------------------------------------------------------------ over the host plane
 
-    def send(self, obj: object, send: Send, within_s: float) -> None:
-        """Broadcast `obj` with its number; if it cannot be sent, broadcast the reason and raise it.
-
-        Raises:
-            UsageError: A signal handler makes the call inside of another one. It has no number.
-            CommTimeoutError: Another thread is inside of a call for `within_s` seconds.
-        """
-        self._counted(lambda number: self._send(obj, number, send), within_s)
+    def send(self, obj: object, send: Send) -> None:
+        """Broadcast `obj` with its number; if it cannot be sent, broadcast the reason and raise it."""
+        self._counted(lambda number: self._send(obj, number, send))
 
     def _send(self, obj: object, number: int, send: Send) -> None:
         try:
@@ -176,170 +205,142 @@ class BroadcastOrder:
             send((number, True, f"{self.name}: {error}"))
             raise error from None
 
-    def send_refusal(self, reason: str, send: Send, within_s: float) -> None:
+    def send_refusal(self, reason: str, send: Send) -> None:
         """Broadcast the reason why this rank refuses its call as the source."""
-        self._counted(lambda number: send((number, True, reason)), within_s)
+        self._counted(lambda number: send((number, True, reason)))
 
-    def _counted(self, act: Callable[[int], object], within_s: float) -> None:
-        """Count a call that `act` sends to the others under its number, behind the calls of other threads.
+    def _counted(self, act: Callable[[int], object]) -> None:
+        """Count a call that `act` sends to the others under its number.
 
         What a signal handler raises meanwhile breaks the group: some may have the message, and others wait for it.
         """
 
         def stages() -> None:
-            if is_held(self._turn):
-                self._refuse_nested()
-            try:
-                with Turn(self._turn, within_s):
-                    self._settle(1)
-                    act(self._number())
-            except TakenError:
-                self._raise_taken(within_s)
+            self._settle(1)
+            act(self._number())
 
         in_stages(self._health, Operation("host", self.name, 0), stages)
 
-    def receive(self, src: int, receive: Receive, type_: Any, left: Callable[[], float | None]) -> Any:
+    def receive(self, src: int, receive: Receive, type_: Any = None) -> Any:
         """Return the object that rank `src` broadcasts in this call, as `type_` unless that is None.
 
-        `left` returns the time left.
+        A message is kept here from its arrival on. It is removed, and the call is counted, in statements that
+        call no function, so that an exception from a signal handler leaves both as they were.
 
         Raises:
             DisagreementError: The next message of rank `src` belongs to another call, or `src` refused the
                 call. The next call works.
             DecodeError: What came is no message, or no `type_`. The next call works.
-            UsageError: A signal handler makes the call inside of another one. It has no number.
-            CommTimeoutError: Another thread is inside of a call until the time is over.
         """
-        return self._receive(self._kept.setdefault(src, []), src, receive, type_, left)
+        number, kept = self._number() + 1, self._kept
+        where, rank = self._health.where(self.name), self._health.ranks[src]
+        while True:
+            try:
+                if src not in kept:
+                    kept[src] = receive()
+                its, is_refused, value = numbered(kept[src], where, rank)
+                if its == number and not is_refused:
+                    if type_ is not None:
+                        value = codec.convert(value, type_)
+                    self._settle(1, drops=src)
+                    return value
+            except DecodeError as error:
+                if not raised_by_handler(error):
+                    # This call has failed here, but its message may still come: from `src` or, if ranks named
+                    # different sources, from another rank. It will be dropped then.
+                    self._settle(1, failed=number, drops=src)
+                raise
+            if its < number and its <= self._failed:
+                self._settle(0, drops=src)
+                continue
+            failure = self._failure(number, its, src, value if its == number else None)
+            # A message of a later call stays for that.
+            self._settle(1, failed=number, drops=None if its > number else src)
+            raise failure
 
     # ------------------------------------------------------------------ through a queue that reaches other hosts
 
-    def send_in_queue(self, obj: object, send: Send, within_s: float) -> None:
+    def send_in_queue(self, obj: object, send: Send) -> None:
         """Send `obj` with its number; if it cannot be sent, send the reason and raise it. The queue counts the call."""
-        self._in_turn(lambda number: self._send(obj, number, send), within_s)
+        self._send(obj, self._number() + 1, send)
 
-    def refuse_in_queue(self, reason: str, send: Send, within_s: float) -> None:
+    def refuse_in_queue(self, reason: str, send: Send) -> None:
         """Send the reason why this rank refuses its call as the source."""
-        self._in_turn(lambda number: send((number, True, reason)), within_s)
+        send((self._number() + 1, True, reason))
 
-    def _in_turn(self, act: Callable[[int], object], within_s: float) -> None:
-        if is_held(self._turn):
-            # The call inside of which a handler makes this one goes on, also if its message is half written.
-            self._end.note_refusal()
-            self._refuse_nested()
-        try:
-            with Turn(self._turn, within_s):
-                act(self._number() + 1)
-        except TakenError:
-            self._raise_taken(within_s)
+    def receive_in_queue(self, receive: Receive, type_: Any) -> Any:
+        """Return the object that the queue's writer broadcasts in this call; as `receive`.
 
-    def receive_in_queue(self, receive: Receive, type_: Any, left: Callable[[], float | None]) -> Any:
-        """Return the object that the queue's writer broadcasts in this call; as `receive`."""
-        return self._receive(self._come, self._writer, receive, type_, left)
-
-    # ------------------------------------------------------------------ helpers
-
-    def _receive(
-        self, come: list[Any], src: int, receive: Receive, type_: Any, left: Callable[[], float | None]
-    ) -> Any:
-        """Return the object of this call, whose message is the next one in `come`, or what `receive` returns.
-
-        A message is kept in `come` from its arrival on. One step takes it out and counts its call. The step calls no
-        function, so a signal handler finds both undone or done, and it finds out whether another thread, or a signal
-        handler's own call, has taken the message meanwhile.
+        A message is kept here from its arrival on. One step takes it out, which calls no function and finds out
+        whether the queue was closed meanwhile.
         """
-        where, rank = self._health.where(self.name), self._health.ranks[src]
+        where, rank = self._health.where(self.name), self._health.ranks[self._writer]
         while True:
-            message, number = self._next(come, receive, left)
+            message, number = self._next(receive)
             try:
                 its, is_refused, value = numbered(message, where, rank)
                 if its == number and not is_refused:
                     if type_ is not None:
                         value = codec.convert(value, type_)
-                    if self._take(come, message):
+                    if self._take(message):
                         return value
                     continue
             except DecodeError as error:
-                # This call has failed here, but its message may still come: from `src` or, if ranks named different
-                # sources, from another rank. It will be dropped then.
-                if raised_by_handler(error) or self._take(come, message, failed=number):
+                if raised_by_handler(error) or self._take(message, failed=number):
                     raise
                 continue
             if its < number and its <= self._failed:
-                self._take(come, message, calls=-1)
+                self._take(message, calls=-1)
                 continue
-            failure = self._failure(number, its, src, value if its == number else None)
+            failure = self._failure(number, its, self._writer, value if its == number else None)
             if its > number:
                 # A message of a later call stays for that.
                 self._settle(1, failed=number)
-            elif not self._take(come, message, failed=number):
+            elif not self._take(message, failed=number):
                 continue
             raise failure
 
-    def _next(self, come: list[Any], receive: Receive, left: Callable[[], float | None]) -> tuple[Any, int]:
-        """Return the next message, which stays in `come`, and the number of the call that takes it."""
-        if is_held(self._turn):
-            self._refuse_nested()
-        within_s = left()
-        try:
-            with Turn(self._turn, within_s):
-                while True:
-                    if not come:
-                        come.append(self._received(come, receive))
-                    number = self._number() + 1
-                    # Another thread takes messages out without this turn.
-                    if come:
-                        return come[0], number
-        except TakenError:
-            self._raise_taken(within_s or 0.0)
+    def _next(self, receive: Receive) -> tuple[Any, int]:
+        """Return the queue's next message, which stays, and the number of the call that takes it."""
+        while True:
+            if not self._come:
+                self._come.append(self._received(receive))
+            number = self._number() + 1
+            # Another thread may close the queue.
+            if self._come:
+                return self._come[0], number
 
-    def _received(self, come: list[Any], receive: Receive) -> Any:
+    def _received(self, receive: Receive) -> Any:
         """Return what comes; a message that cannot be decoded has failed this call."""
         try:
             return receive()
         except DecodeError as error:
             if not raised_by_handler(error):
-                # The queue's end has counted it.
-                calls = int(come is not self._come)
-                self._settle(calls, failed=self._number() + calls)
+                # Its end has counted it.
+                self._settle(0, failed=self._number())
             raise
 
-    def _take(self, come: list[Any], message: object, *, calls: int = 0, failed: int = 0) -> bool:
-        """Take the next message out of `come`, which counts its call, if it is `message`. Calls no function.
-
-        `calls` corrects the count: -1 for a message that no call takes.
-        """
+    def _take(self, message: object, *, calls: int = 0, failed: int = 0) -> bool:
+        """Take the queue's next message out, which counts its call, if it is `message`. Calls no function."""
+        come = self._come
         if not come or come[0] is not message:
             return False
         del come[0]
         self._failed = failed if failed > self._failed else self._failed  # noqa: FURB136 - `max` would be a call
-        # Only the messages of the queue are counted by its end.
-        self._beside += calls if come is self._come else calls + 1
-        self.tag = self._beside & _COUNT
-        if self._tagged is not None:
-            self._tagged.tag = self.tag
+        self._beside += calls
         return True
 
-    def _refuse_nested(self) -> NoReturn:
-        raise UsageError(
-            f"{self._health.where(self.name)}: this thread is inside of a broadcast of the group already, as in a "
-            "signal handler or a finalizer"
-        )
+    # ------------------------------------------------------------------ helpers
 
-    def _raise_taken(self, within_s: float) -> NoReturn:
-        raise CommTimeoutError(
-            f"{self._health.where(self.name)}: another thread is inside of a broadcast of the group, no turn within "
-            f"{within_s:.1f} s",
-            missing=(),
-        ) from None
-
-    def _settle(self, calls: int, *, failed: int = 0, takes: bool = False) -> None:
-        """Count `calls`; with `takes` drop the queue's message.
+    def _settle(self, calls: int, *, failed: int = 0, drops: int | None = None, takes: bool = False) -> None:
+        """Count `calls`; drop the message kept from rank `drops`, or with `takes` the queue's message.
 
         This calls no function, so that a signal handler can run only before or after all of it.
         """
         if takes:
             _ = self._end.message
+        if drops in self._kept:
+            del self._kept[drops]
         self._failed = failed if failed > self._failed else self._failed  # noqa: FURB136 - `max` would be a call
         self._beside += calls
         self.tag = self._beside & _COUNT

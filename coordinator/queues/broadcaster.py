@@ -36,9 +36,8 @@ class Broadcaster:
     def send(self, obj: Any, timeout_s: float | None, order: BroadcastOrder) -> None:
         """Send an object to all other ranks, or the reason why it cannot be sent; only on the writer."""
         if not self.is_local:
-            limit_s = timeout_s or self.timeout_s
-            end = time.monotonic() + limit_s
-            order.send_in_queue(obj, lambda message: self._enqueue(message, _left(end)), limit_s)
+            end = time.monotonic() + (timeout_s or self.timeout_s)
+            order.send_in_queue(obj, lambda message: self._enqueue(message, _left(end)))
             return
         try:
             self._enqueue(obj, timeout_s)
@@ -52,7 +51,7 @@ class Broadcaster:
         if self.is_local:
             order.refuse(reason, self.timeout_s)
         else:
-            order.refuse_in_queue(reason, lambda message: self._enqueue(message, None), self.timeout_s)
+            order.refuse_in_queue(reason, lambda message: self._enqueue(message, None))
 
     def _enqueue(self, obj: Any, timeout_s: float | None) -> None:
         assert isinstance(self._end, QueueWriter)
@@ -67,7 +66,7 @@ class Broadcaster:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             if not self.is_local:
-                return order.receive_in_queue(lambda: self._dequeue(end, None), type_, lambda: _left(end))
+                return order.receive_in_queue(lambda: self._dequeue(end, None), type_)
             self._await(order, end)
             return self._dequeue(end, type_)
         except CommError as error:

@@ -177,7 +177,7 @@ def late(rank: int, world_size: int, directory: Path) -> None:
             found: list[Any] = []
             first = threading.Thread(target=lambda: found.append(group.broadcast_object(None, 0)))
             first.start()
-            wait_until(lambda: sleeping_in("_next"), "the first thread")
+            wait_until(lambda: sleeping_in("receive"), "the first thread")
             start = time.monotonic()
             with pytest.raises(CommTimeoutError, match="another thread is inside of a broadcast") as caught:
                 group.broadcast_object(None, 0, timeout_s=0.5)

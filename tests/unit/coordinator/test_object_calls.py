@@ -41,9 +41,9 @@ def test_the_message_of_a_broadcast_that_could_not_be_decoded_is_dropped(later: 
     health: Any = SimpleNamespace(where=lambda operation: f"{operation} on 'tp:0'", ranks=(0, 1, 2))
     order = BroadcastOrder(health)
     with pytest.raises(DecodeError, match="rank 1 sent no message"):
-        order.receive(1, lambda: "nonsense", None, lambda: None)
+        order.receive(1, lambda: "nonsense")
     messages = iter([(1, False, "first"), (2, False, "second")])
-    assert order.receive(later, lambda: next(messages), None, lambda: None) == "second"
+    assert order.receive(later, lambda: next(messages)) == "second"
 
 
 class SlowHandle(Handle):

@@ -78,6 +78,8 @@ def run_interruptibly(
         thread = DaemonThread(body, f"group-coordinator-{name}", (outcome,))
         start_thread(thread, f"for {name!r}")
         while True:
+            # In a child that a handler has forked meanwhile the thread has not begun.
+            refuse_inherited(name, forks)
             thread.join(0.1)
             refuse_inherited(name, forks)
             if not thread.is_alive():

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from types import FrameType
 from typing import Any, Never
@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 
 from coordinator import parallel_state
+from coordinator.bootstrap.blocking_calls import no_check, run_interruptibly
 from coordinator.elastic.driver import Deadlines, Driver
 from coordinator.elastic.protocol import agree_on_members
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
+from tests.handlers import handling_at
 from tests.harness import RankPool
 from tests.ports import free_port
 from tests.rank_exit import RankExit
@@ -383,6 +385,40 @@ def test_a_handler_that_forks_while_members_agree_leaves_the_agreement_to_the_pa
     for parent, child in ranks2.run(fork_while_members_agree, does):
         assert child == [expected, ["1/present/0"]]
         assert parent[0] == "Late"
+
+
+def fork_as_a_thread_starts(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Fork at each place where Python runs handlers in the start of a thread that asks a store."""
+    found: list[Any] = []
+    for step in count():
+        report, parent = directory / f"report-{rank}-{step}", os.getpid()
+        answer: list[object] = []
+
+        def ask() -> None:
+            answer.append(run_interruptibly(lambda: "answer", "store", no_check))  # noqa: B023
+
+        try:
+            has_come = handling_at(step, ask, fork, ["shm_broadcast/threads.py"])
+        except BaseException as error:
+            answer.append(type(error).__name__)
+        if os.getpid() != parent:
+            report.write_text(json.dumps(answer))
+            os._exit(0)
+        if not has_come:
+            return found
+        os.wait()
+        found.append([answer, json.loads(report.read_text())])
+    raise AssertionError
+
+
+@pytest.mark.guarantee("G10")
+def test_a_handler_that_forks_while_a_thread_starts_leaves_the_thread_to_the_parent(ranks2: RankPool) -> None:
+    """In the child the thread has not begun: nobody joins it, and the call says whose it is."""
+    for found in ranks2.run(fork_as_a_thread_starts):
+        assert len(found) > 3
+        assert all(parent == ["answer"] for parent, _ in found)
+        assert {name for _, [name] in found} <= {"UsageError", "answer"}
+        assert ["UsageError"] in [child for _, child in found]
 
 
 def program(rank: int, method: str, who: str) -> None:

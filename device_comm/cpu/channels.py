@@ -421,9 +421,9 @@ class Channels:
         ranks = ", ".join([self._names[peer] for peer in peers])
         return self._health.begin_point_to_point(plane, f"{name} {direction} {ranks}")
 
-    def _left(self, plane: str, name: str, where: str, peers: Sequence[int], error: Exception) -> CommError:
+    def _left(self, plane: str, name: str, way: str, peers: Sequence[int], error: Exception) -> CommError:
         """Return what to raise for a channel that was closed, or is in use by this thread."""
-        operation = self._operation(plane, name, where, peers)
+        operation = self._operation(plane, name, way, peers)
         if isinstance(error, NestedError):
             return UsageError(f"{self._health.where(operation)}: {error}")
         return self._health.explain(operation, error, [self._health.ranks[peer] for peer in peers])

@@ -20,7 +20,7 @@ from coordinator.collectives import coalesced as coalesced_collectives
 from coordinator.collectives import expert_parallel
 from coordinator.host import gloo
 from coordinator.queues import group_queues
-from device_comm import all2all, base, coalesced, process_group, stages
+from device_comm import all2all, base, checks, coalesced, process_group, stages
 from device_comm.cpu import communicator, region_calls
 from device_comm.cpu.several_hosts import communicator as hierarchical
 from device_comm.cpu.several_hosts import leaders, levels, wires
@@ -222,6 +222,7 @@ def struck_at_any_step(
             *(process_group, hierarchical, levels, leaders, wires, gloo, communicator, region_calls, stages),
             *(
                 base,
+                checks,
                 coalesced,
                 all2all,
                 expert_parallel,
@@ -353,6 +354,7 @@ SAMPLE = ("all_gatherv", "all_gatherv with a gradient", "create_single_reader_mq
 # Where the calls run that are made of several others.
 COMPOSING = [
     base,
+    checks,
     coalesced,
     all2all,
     expert_parallel,

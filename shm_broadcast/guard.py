@@ -17,7 +17,7 @@ class QueueGuard(Protocol):
     def look(self, call: str) -> None:
         """Raise if the owner has failed, or if a process that the owner needs is gone.
 
-        A waiting read calls this now and then, and so does a write that waits for readers on other hosts. The
+        A waiting read calls this now and then, and so does a waiting write of a queue that reaches other hosts. The
         owner may close the queue in this call.
         """
 

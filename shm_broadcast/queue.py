@@ -101,6 +101,8 @@ class QueueWriter:
         self._remote = remote
         self._handover = handover
         self._is_local = isinstance(remote, NoRemote)
+        if not self._is_local and not isinstance(ring, NoRing):
+            ring.look_elsewhere, remote.look_here = remote.look_around, ring.look_at_readers
         if handle.writer >= 0:
             self._add_fields(log_fields(rank=handle.writer))
         self._guard: QueueGuard | None = None
@@ -228,8 +230,7 @@ class QueueWriter:
             CommTimeoutError: The readers in `.missing` made no room in time. Nothing was sent and the queue
                 stays usable, unless the message is longer than half of the ring: then parts of it may be
                 written, and every later call raises `GroupBrokenError`.
-            PeerLostError: A local reader whose room is needed, or any remote reader, is gone. The queue is
-                unusable.
+            PeerLostError: A remote reader is gone, or the call waits and a local one is. The queue is unusable.
             ClosedError: The queue was closed.
         """
         if timeout_s is not None:
@@ -277,7 +278,7 @@ class QueueWriter:
     def guard(self, guard: QueueGuard) -> None:
         """Register the owner of this end, such as a group, which is then told when the end fails.
 
-        Call this before the first use. A call that waits for readers on other hosts also asks the owner now
+        Call this before the first use. If the queue reaches other hosts, a call that waits also asks the owner now
         and then whether it has failed.
         """
         if self._is_local:

@@ -39,11 +39,13 @@ class RemoteTransport(Protocol):
         fields: What every log record of this transport says.
         guard: What the owner of the queue knows, if it has one.
         is_asking: Whether the last call has ended because of what the owner has raised when it was asked.
+        look_here: Called in each wait with the name of the call; raises if a reader on this host is gone.
     """
 
     fields: LogFields
     guard: QueueGuard | None
     is_asking: bool
+    look_here: Callable[[str], None] | None
 
     def reserve(
         self, message: codec.Message, timeout_s: float | None, written: Callable[[], int]
@@ -59,6 +61,9 @@ class RemoteTransport(Protocol):
 
     def complete(self) -> bool:
         """Send that message if the local transport has it; return whether it was sent."""
+
+    def look_around(self, call: str) -> None:
+        """Raise if a remote reader is gone or the owner has failed: the local transport waits in `call`."""
 
     def await_readers(self, timeout_s: float | None) -> None:
         """Wait until every remote reader has opened its end."""
@@ -81,6 +86,7 @@ class NoRemote:
         self.fields: LogFields = {}
         self.guard: QueueGuard | None = None
         self.is_asking: bool = False
+        self.look_here: Callable[[str], None] | None = None
 
     def reserve(
         self, message: codec.Message, timeout_s: float | None, written: Callable[[], int]
@@ -94,6 +100,9 @@ class NoRemote:
     def complete(self) -> bool:
         """Do nothing."""
         return True
+
+    def look_around(self, call: str) -> None:
+        """Do nothing."""
 
     def await_readers(self, timeout_s: float | None) -> None:
         """Do nothing."""

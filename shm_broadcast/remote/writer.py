@@ -73,6 +73,8 @@ class RemoteWriter(RemoteEnd):
         self._ready: list[Part] = []
         self._written: Callable[[], int] = _nothing_written
         self._is_waiting = False
+        # Raises if the queue's readers on this host end a wait for those on other hosts.
+        self.look_here: Callable[[str], None] | None = None
         self._wake = new_eventfd()
         try:
             self._context = new_context(min(len(readers), _MOST_IO_THREADS))
@@ -213,6 +215,17 @@ class RemoteWriter(RemoteEnd):
                 f"{self._where(call)}: lost reader {who}; close the queue", peers=ranks
             )
             raise self._cause
+
+    def look_around(self, call: str) -> None:
+        """Raise if a reader is gone, as `check` does, or the owner has failed: ends a wait for readers on this host."""
+        with self._lock:
+            self.check(call)
+        super()._look(call)
+
+    def _look(self, call: str) -> None:
+        super()._look(call)
+        if self.look_here is not None:
+            self.look_here(call)
 
     def _named(self, links: list[Link]) -> tuple[str, list[int]]:
         """Return the state of some readers for an error's text, and their ranks, ascending."""

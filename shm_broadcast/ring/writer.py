@@ -13,6 +13,7 @@ import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -324,6 +325,8 @@ class RingWriter(RingEnd):
     ) -> None:
         """Write into a formatted segment; see `RingEnd`."""
         super().__init__(name, segment, ranks, watch, settings)
+        # Raises if the queue's readers on other hosts end a wait for those on this one.
+        self.look_elsewhere: Callable[[str], None] | None = None
         self.endpoint = _core.WriteEndpoint(self._memory, codec.describe, settings.wait, self.look_around)
         self._show(-1)
 
@@ -345,7 +348,7 @@ class RingWriter(RingEnd):
         self.endpoint.refused_nested = True
 
     def raise_if_lost(self, call: str) -> None:
-        """Raise `PeerLostError` if a reader has died or has closed its end. Does not wait."""
+        """Raise `PeerLostError` if a reader has died or has closed its end, also on another host. Does not wait."""
         lost = self._watch.lost()
         states = self._state()[4]
         left = [
@@ -353,6 +356,8 @@ class RingWriter(RingEnd):
         ]
         gone = sorted({*lost, *left})
         if not gone:
+            if self.look_elsewhere is not None:
+                self.look_elsewhere(call)
             return
         # A reader whose owner has failed closes the queue, and is not to blame.
         self._raise_if_broken(call)
@@ -364,6 +369,16 @@ class RingWriter(RingEnd):
         error = PeerLostError(f"{self._where(call)}: lost reader {who}; close the queue", peers=gone)
         self._fail(error, call)
         raise error
+
+    def look_at_readers(self, call: str) -> None:
+        """Raise as `raise_if_lost` does, or if this end was closed: ends a wait for readers on other hosts."""
+        try:
+            self.check(call)
+            self.raise_if_lost(call)
+        except _core.MappingError as error:
+            # As in `look_around`.
+            self.check(call)
+            self._raise_corrupt(call, error)
 
     def await_readers(self, timeout_s: float | None) -> None:
         """Return when every reader is attached."""

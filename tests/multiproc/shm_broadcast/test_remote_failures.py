@@ -1,8 +1,10 @@
 """The queue's transport to readers on other hosts: processes that die or stop, and broken connections."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ import pytest
 import zmq
 
 from shm_broadcast import codec
-from shm_broadcast.endpoint import RemoteKeys
+from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import ClosedError, CommTimeoutError, GroupBrokenError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.remote.wire import Kind, pack, unpack
@@ -342,10 +344,10 @@ def test_every_read_tells_the_owner_of_a_lost_writer(call: str) -> None:
         assert far._context.closed
 
 
-def fill(writer: QueueWriter) -> None:
-    """Write more than the ring holds, so that the writer needs room from a reader that has left."""
+def fill(writer: QueueWriter, timeout_s: float = DEADLINE_S) -> None:
+    """Write more than the ring holds, so that the writer needs room from a reader that does not read."""
     for _ in range(1000):
-        writer.enqueue(bytes(1 << 20), DEADLINE_S)
+        writer.enqueue(bytes(1 << 20), timeout_s)
 
 
 class FailedOwner:
@@ -388,6 +390,95 @@ def test_a_reader_that_leaves_as_its_owner_has_failed_is_not_blamed(leaver: int)
             with pytest.raises(PeerLostError, match="another rank is the culprit") as found:
                 fill(writer)
             assert found.value.peers == (7,)
+
+
+def leave(_writer: QueueWriter, far: QueueReader, _cable: Cable) -> None:
+    """Close the reader elsewhere."""
+    far.close()
+
+
+def fall_silent(_writer: QueueWriter, _far: QueueReader, cable: Cable) -> None:
+    """Let nothing of the reader elsewhere come through any more."""
+    cable.block()
+
+
+def fail(writer: QueueWriter, _far: QueueReader, _cable: Cable) -> None:
+    """Let the owner of the writer fail."""
+    writer.guard(FailedOwner())
+
+
+ENDS: dict[str, tuple[Callable[[QueueWriter, QueueReader, Cable], None], str]] = {
+    "closed": (leave, "rank 2 .*closed the queue"),
+    "silent": (fall_silent, r"rank 2 .*lost, last heard"),
+    "owner": (fail, "another rank is the culprit"),
+}
+
+
+@pytest.mark.guarantee("R4")
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("call", ["enqueue", "wait_until_ready"])
+def test_a_wait_for_a_reader_here_ends_when_one_elsewhere_is_lost(call: str, end: str) -> None:
+    """Nothing but the wait's own look can find it: the reader on this host never reads, or never comes."""
+    keys = RemoteKeys.generate()
+    brief = RemoteSettings(heartbeat_s=0.05, lost_after_s=0.5)
+    with (
+        QueueWriter.create(
+            "steps", [1], remote_readers={2: keys.public}, bind_address=HERE, writer=0, remote=brief
+        ) as writer,
+        Cable(writer.handle.remote.port if writer.handle.remote else 0) as cable,
+        QueueReader.open(over(cable, writer.handle), writer.key, 2, DEADLINE_S, remote_keys=keys) as far,
+        contextlib.ExitStack() as near,
+    ):
+        if call == "enqueue":
+            near.enter_context(QueueReader.open(writer.handle, writer.key, 1, DEADLINE_S))
+            writer.wait_until_ready(DEADLINE_S)
+            with pytest.raises(CommTimeoutError, match="rank 1"):
+                fill(writer, 0.2)
+        happen, text = ENDS[end]
+        waits: Callable[[], Any] = (
+            partial(fill, writer) if call == "enqueue" else partial(writer.wait_until_ready, DEADLINE_S)
+        )
+        with background(waits) as got:
+            time.sleep(0.3)
+            happen(writer, far, cable)
+        (found,) = got
+        assert isinstance(found, PeerLostError), found
+        assert re.search(text, str(found))
+        assert found.peers == ((7,) if end == "owner" else (2,))
+
+
+@pytest.mark.guarantee("R4")
+@pytest.mark.parametrize("call", ["enqueue", "wait_until_ready"])
+def test_a_wait_for_a_reader_elsewhere_ends_when_one_here_is_lost(call: str) -> None:
+    """The other way round: the reader elsewhere never reads, or never comes, and the one on this host leaves."""
+    keys = RemoteKeys.generate()
+    with (
+        QueueWriter.create(
+            "steps", [1], remote_readers={2: keys.public}, bind_address=HERE, writer=0
+        ) as writer,
+        QueueReader.open(writer.handle, writer.key, 1, DEADLINE_S) as near,
+        contextlib.ExitStack() as far,
+    ):
+        waits: Callable[[], Any] = partial(writer.wait_until_ready, DEADLINE_S)
+        if call == "enqueue":
+            far.enter_context(QueueReader.open(writer.handle, writer.key, 2, DEADLINE_S, remote_keys=keys))
+            writer.wait_until_ready(DEADLINE_S)
+            waits = partial(writer.enqueue, bytes(1 << 20), DEADLINE_S)
+
+            def send_too_much() -> None:
+                for _ in range(1000):
+                    writer.enqueue(bytes(1 << 20), 0.2)
+                    near.dequeue(DEADLINE_S)
+
+            with pytest.raises(CommTimeoutError, match="rank 2"):
+                send_too_much()
+        with background(waits) as got:
+            time.sleep(0.3)
+            near.close()
+        (found,) = got
+        assert isinstance(found, PeerLostError), found
+        assert re.search("rank 1 .*closed the queue", str(found))
+        assert found.peers == (1,)
 
 
 @pytest.mark.guarantee("R14")

@@ -30,12 +30,12 @@ from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
 from device_comm.health import SLICE_S, GroupHealth, Operation
 from device_comm.registry import communicator_name
-from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.errors import CapabilityError, GroupBrokenError, UsageError
 from shm_broadcast.liveness import PeerWatch, name_host, this_process
 from shm_broadcast.reports.failure_record import failure_of
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 # The name of the call, for the texts of the other ranks' errors.
 _WHAT: Final = "creating groups"
@@ -133,10 +133,19 @@ def _check_parent(parent: GroupHealth | None, *, asks: bool = True) -> None:
 
     With `asks` it asks the status store whether another rank has broken that group.
     """
-    if parent is not None:
+    if parent is None:
+        return
+    broken = None
+    try:
         parent.check_usable(_WHAT)
-        if asks:
-            parent.check_record(Operation("host", _WHAT, 0))
+    except GroupBrokenError as error:
+        broken = error
+    # Both threads of a creation ask. Once one has found the record of another rank, the group is broken for the other
+    # thread, too, which may be the first to raise: both raise what the record says.
+    if asks and (broken is None or parent.others_failed()):
+        parent.check_record(Operation("host", _WHAT, 0))
+    if broken is not None:
+        raise broken
 
 
 def _scope(plan: GroupPlan) -> str:

@@ -389,8 +389,8 @@ class _Agreement:
             self._check_parent()
         except CommError as error:
             if not raised_by_handler(error):
-                reason = str(error)
-                self._tell(lambda came: Broken(came, reason), ANSWER_S)
+                reason, ranks = str(error), list(error.peers) if isinstance(error, PeerLostError) else []
+                self._tell(lambda came: Broken(came, reason, ranks), ANSWER_S)
             raise
 
     def leave(self, error: BaseException) -> None:

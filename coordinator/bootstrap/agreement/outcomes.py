@@ -109,14 +109,17 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     Attributes:
         came: As of `Dissent`.
         reason: The error of the rank that has written this.
+        ranks: The ranks at fault, if that error names any.
     """
 
     came: int
     reason: str
+    ranks: list[int]
 
     def error(self, where: str, timeout_s: float) -> CommError:
-        """Return an error with the reason."""
-        return GroupBrokenError(f"{where}: {self.reason}")
+        """Return an error with the reason, which names the same ranks."""
+        text = f"{where}: {self.reason}"
+        return PeerLostError(text, peers=self.ranks) if self.ranks else GroupBrokenError(text)
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

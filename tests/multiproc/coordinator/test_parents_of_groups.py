@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from coordinator.parallel_state import (
     get_world_group,
     init_distributed_environment,
 )
+from device_comm.health import GroupHealth
 from tests.handlers import Interrupt, alarm
 from tests.harness import RankPool
 from tests.ports import free_port
@@ -106,6 +108,51 @@ def test_the_rank_at_fault_for_a_creation_is_named_behind_the_end_of_one_that_ha
     _, second, third, _ = pool.run(breaks, "sub_group", True, expect_dead=[0])
     check(second)
     check(third)
+
+
+def breaks_slowly(rank: int, world_size: int, directory: Path) -> dict[str, Any] | None:
+    """Do as `breaks` does; on ranks 1 and 2 the group takes 1.5 s to let its connections go."""
+    abort = GroupHealth.abort
+
+    def slowly(health: GroupHealth) -> None:
+        if rank in (1, 2):
+            time.sleep(1.5)
+        abort(health)
+
+    with mock.patch.object(GroupHealth, "abort", slowly):
+        return breaks(rank, world_size, directory, "sub_group", ends=True)
+
+
+@pytest.mark.guarantee("G39")
+@pytest.mark.parametrize("place", ["one host", "four hosts"])
+def test_the_rank_at_fault_is_named_by_whichever_thread_of_a_creation_finds_it_first(
+    ranks4: RankPool, place: str
+) -> None:
+    """The caller's thread looks for the reason, too, while the one that agrees still breaks the group for it."""
+    pool = ranks4 if place == "one host" else ApartPool(ranks4)
+    _, second, third, _ = pool.run(breaks_slowly, expect_dead=[0])
+    check(second)
+    check(third)
+
+
+def breaks_unread(rank: int, world_size: int, directory: Path) -> dict[str, Any] | None:
+    """Do as `breaks` does; on ranks 1 and 2 the status store does not say what has broken the group."""
+    if rank not in (1, 2):
+        return breaks(rank, world_size, directory, "sub_group", ends=False)
+    with mock.patch.object(GroupHealth, "check_record", return_value=None):
+        return breaks(rank, world_size, directory, "sub_group", ends=False)
+
+
+@pytest.mark.guarantee("G39")
+@pytest.mark.parametrize("place", ["one host", "four hosts"])
+def test_a_rank_that_cannot_read_the_record_learns_who_is_at_fault_from_the_one_that_could(
+    ranks4: RankPool, place: str
+) -> None:
+    """The outcome of the agreement names the rank, too."""
+    pool = ranks4 if place == "one host" else ApartPool(ranks4)
+    first, second, third, _ = pool.run(breaks_unread)
+    for found in (first, second, third):
+        check(found)
 
 
 def server_ends(rank: int, world_size: int, directory: Path, port: int) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ process with SIGBUS. So such a page is read, not mapped.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -37,7 +38,13 @@ class PageMemory:
         """
         self._memory: mmap.mmap | None = None
         # It may have become something else meanwhile, such as a pipe, whose opening would wait.
-        self._descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            # The number now is that of a socket, or of something else that has no file.
+            raise FileNotFoundError(errno.ENOENT, "the page was closed", link) from error
         try:
             is_fit = is_page(self._descriptor)
             if is_fit and is_sealed(self._descriptor):

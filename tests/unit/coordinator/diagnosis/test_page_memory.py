@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.diagnosis import page_memory
+from coordinator.diagnosis import page_memory, pages
 from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.model import Page
 from coordinator.diagnosis.page_memory import PageMemory
@@ -115,3 +116,22 @@ def test_a_file_that_is_made_shorter_does_not_end_who_looks(tmp_path: Path) -> N
             holder.kill()
             holder.wait()
             os.truncate(path, PAGE_BYTES)
+
+
+def test_a_descriptor_that_has_become_a_socket_is_a_page_that_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process may close a page and open a socket between the look at its descriptors and the opening."""
+    with socket.socket() as other:
+        link = f"/proc/self/fd/{other.fileno()}"
+        with pytest.raises(FileNotFoundError, match="the page was closed"):
+            PageMemory(link)
+        monkeypatch.setattr(pages, "find_memory", lambda pid: [pages.Memory(link, (0, pid), True)])
+        assert find_pages([os.getpid()]) == pages.Search((), (), {})
+        sampler = Sampler()
+        try:
+            sampler._search()
+            assert sampler.sample().seen == ()
+            assert sampler.sample().faults == {}
+        finally:
+            sampler.close()

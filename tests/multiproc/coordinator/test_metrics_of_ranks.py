@@ -93,30 +93,31 @@ def test_it_answers_while_all_ranks_are_stopped(tmp_path: Path, name: str) -> No
     marks = Marks(tmp_path)
 
     def watch(pids: Sequence[int]) -> None:
-        with exporter("--listen", "127.0.0.1:0") as url:
-            group, _ = (marks.wait(f"ready {rank}") for rank in range(2))
-            calls = {"group": group, "op": "all_reduce"}
-            wait_until(
-                lambda: value(scrape(url), "inflight_seconds", rank="0", **calls) > 0, "the call of rank 0"
-            )
-            before = scrape(url)
+        group, _ = (marks.wait(f"ready {rank}") for rank in range(2))
+        calls = {"group": group, "op": "all_reduce"}
+        wait_until(
+            lambda: value(scrape(url), "inflight_seconds", rank="0", **calls) > 0, "the call of rank 0"
+        )
+        before = scrape(url)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            seen = [scrape(url) for _ in range(3)]
+        finally:
             for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
-            try:
-                seen = [scrape(url) for _ in range(3)]
-            finally:
-                for pid in pids:
-                    os.kill(pid, signal.SIGCONT)
-            times = [value(each, "inflight_seconds", rank="0", **calls) for each in (before, *seen)]
-            assert times == sorted(set(times))
-            assert value(seen[-1], "inflight_seconds", rank="1", **calls) == 0
-            for label in ("0", "1"):
-                assert value(seen[-1], "calls_total", rank=label, **calls) == 10
-                assert value(seen[-1], "bytes_total", rank=label, **calls) == 10 * 8 * 4
-                assert value(seen[-1], "group_usable", rank=label, group=group) == 1
-            marks.mark("go on")
+                os.kill(pid, signal.SIGCONT)
+        times = [value(each, "inflight_seconds", rank="0", **calls) for each in (before, *seen)]
+        assert times == sorted(set(times))
+        assert value(seen[-1], "inflight_seconds", rank="1", **calls) == 0
+        for label in ("0", "1"):
+            assert value(seen[-1], "calls_total", rank=label, **calls) == 10
+            assert value(seen[-1], "bytes_total", rank=label, **calls) == 10 * 8 * 4
+            assert value(seen[-1], "group_usable", rank=label, group=group) == 1
+        marks.mark("go on")
 
-    run_ranks(wait_for_rank_1, 2, str(tmp_path), name, while_running=watch)
+    # Started first, because rank 1 waits no longer than a minute to be told to go on.
+    with exporter("--listen", "127.0.0.1:0") as url:
+        run_ranks(wait_for_rank_1, 2, str(tmp_path), name, while_running=watch)
 
 
 @requires("promtool")

@@ -174,8 +174,7 @@ class RemoteReader(RemoteReads):
                     self._settle()
                 return self._signal
         finally:
-            if self._is_deferred:
-                self._close()
+            self._finish_deferred()
 
     def _settle(self) -> None:
         """Make the descriptor of `fileno` readable if there is something to read or to raise, else unreadable."""
@@ -222,8 +221,7 @@ class RemoteReader(RemoteReads):
             self._look("dequeue_any")
             return False
         finally:
-            if self._is_deferred:
-                self._close()
+            self._finish_deferred()
 
     @property
     def messages(self) -> int:
@@ -297,8 +295,7 @@ class RemoteReader(RemoteReads):
                 behind = len(self._inbox), self._inbox.nbytes()
                 own = ReaderStatistics(self.rank, *behind, progress, self._failure is None)
         finally:
-            if self._is_deferred:
-                self._close()
+            self._finish_deferred()
         capacity = self._endpoint.settings.high_water_bytes
         read = self._inbox.progress
         return QueueStatistics(read.messages, read.nbytes, self._waits, self._waited_s, capacity, (own,))

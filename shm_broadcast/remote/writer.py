@@ -166,8 +166,7 @@ class RemoteWriter(RemoteEnd):
                 self._await_room(message.nbytes, timeout_s)
                 left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
         finally:
-            if self._is_deferred:
-                self._close()
+            self._finish_deferred()
         # Without the lock: the thread must answer while a long message is copied. Nobody else adds parts.
         self._written, self._ready = written, self._ledger.cut(message)
         return left
@@ -185,8 +184,7 @@ class RemoteWriter(RemoteEnd):
                 is_sent, self._ready = not self._ready, []
                 return is_sent
         finally:
-            if self._is_deferred:
-                self._close()
+            self._finish_deferred()
 
     def _send_ready(self) -> None:
         """Do as `complete` does; the caller holds the lock, and can repeat what a handler interrupts."""
@@ -218,8 +216,11 @@ class RemoteWriter(RemoteEnd):
 
     def look_around(self, call: str) -> None:
         """Raise if a reader is gone, as `check` does, or the owner has failed: ends a wait for readers on this host."""
-        with self._lock:
-            self.check(call)
+        try:
+            with self._lock:
+                self.check(call)
+        finally:
+            self._finish_deferred()
         super()._look(call)
 
     def _look(self, call: str) -> None:
@@ -268,8 +269,7 @@ class RemoteWriter(RemoteEnd):
             with self._lock:
                 return sorted(link.rank for link in self._ledger.links.values() if not link.has_come)
         finally:
-            if self._is_deferred:
-                self._close()
+            self._finish_deferred()
 
     def await_readers(self, timeout_s: float | None) -> None:
         """Wait until every reader has opened its end.
@@ -298,8 +298,7 @@ class RemoteWriter(RemoteEnd):
             with self._lock:
                 last, readers = self._ledger.last, self._ledger.readers()
         finally:
-            if self._is_deferred:
-                self._close()
+            self._finish_deferred()
         capacity = self._remote.high_water_bytes
         return QueueStatistics(last.messages, last.nbytes, self._waits, self._waited_s, capacity, readers)
 

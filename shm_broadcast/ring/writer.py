@@ -371,7 +371,7 @@ class RingWriter(RingEnd):
         raise error
 
     def look_at_readers(self, call: str) -> None:
-        """Raise as `raise_if_lost` does, or if this end was closed: ends a wait for readers on other hosts."""
+        """Raise as `raise_if_lost` does, or if this end was closed: ends a wait outside of the native endpoint."""
         try:
             self.check(call)
             self.raise_if_lost(call)
@@ -385,7 +385,7 @@ class RingWriter(RingEnd):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         call = "wait_until_ready"
         while absent := [reader for reader in self._statistics(call).readers if not reader.is_attached]:
-            self.raise_if_lost(call)
+            self.look_at_readers(call)
             if deadline is not None and time.monotonic() >= deadline:
                 who = ", ".join(map(self._describe_reader, absent))
                 raise CommTimeoutError(

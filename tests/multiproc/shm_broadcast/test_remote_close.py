@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from shm_broadcast import codec
-from shm_broadcast.endpoint import RemoteKeys
+from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.remote.writer import RemoteWriter
-from tests.handlers import Interrupt, handling_at, raising_at
+from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings
+from tests.handlers import PLACES, Interrupt, handling_at, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
 from tests.remotes import HERE, MEGABYTE, out_of_reach, remote_queue
@@ -232,6 +233,67 @@ def test_a_handler_may_close_a_writer_in_every_place_of_a_call(full: bool, local
         assert descriptors() == before, step
         errors = (ClosedError, CommTimeoutError) if full else ClosedError
         assert results[0] is None or isinstance(results[0], errors), (step, results)
+    assert step > 10
+
+
+def waiting_call(stack: ExitStack, call: str, absent: int) -> tuple[QueueWriter, Callable[[], None]]:
+    """Return a writer, and a call of it that waits for reader 1 on this host or reader 2 elsewhere: for `absent`."""
+    keys, brief = (
+        RemoteKeys.generate(),
+        RemoteSettings(heartbeat_s=0.1, lost_after_s=0.5, high_water_bytes=65536),
+    )
+    writer = stack.enter_context(
+        QueueWriter.create(
+            "steps",
+            [1],
+            BroadcastSettings(ring_bytes=MIN_RING_BYTES),
+            remote_readers={2: keys.public},
+            bind_address=HERE,
+            remote=brief,
+        )
+    )
+    readers = {
+        rank: stack.enter_context(
+            QueueReader.open(writer.handle, writer.key, rank, DEADLINE_S, remote_keys=own)
+        )
+        for rank, own in ((1, None), (2, keys))
+        if call == "enqueue" or rank != absent
+    }
+    if call == "wait_until_ready":
+        return writer, partial(writer.wait_until_ready, 0.02)
+    writer.wait_until_ready(DEADLINE_S)
+    message = bytes(20_000)
+
+    def fill() -> None:
+        while True:
+            writer.enqueue(message, 0.05)
+            readers[3 - absent].dequeue(DEADLINE_S)
+
+    with pytest.raises(CommTimeoutError, match=f"rank {absent}"):
+        fill()
+    return writer, partial(writer.enqueue, message, 0.02)
+
+
+@pytest.mark.guarantee("R7", "R15")
+@pytest.mark.parametrize(("call", "absent"), sampled(3, product(("wait_until_ready", "enqueue"), (1, 2))))
+def test_a_handler_may_close_a_writer_that_looks_at_both_kinds_of_readers(call: str, absent: int) -> None:
+    """Wherever it comes while the call waits for one of them: nothing of the writer is left when the call has ended."""
+    for step in count():
+        before = descriptors()
+        with ExitStack() as stack:
+            writer, wait = waiting_call(stack, call, absent)
+            end: Any = writer._remote
+            results: list[Any] = []
+
+            def waits() -> None:
+                results.append(outcome(wait))  # noqa: B023
+
+            if not handling_at(step, waits, writer.close, (*PLACES, "shm_broadcast/ring/writer.py")):
+                break
+            assert not threads_of(end), step
+            assert end._context.closed, step
+            assert isinstance(results[0], ClosedError | CommTimeoutError), (step, results)
+        assert descriptors() == before, step
     assert step > 10
 
 

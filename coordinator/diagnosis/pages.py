@@ -8,6 +8,7 @@ is counted and not shown.
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterable
 from contextlib import closing
@@ -121,7 +122,10 @@ def processes() -> list[int]:
 
 
 def find_memory(pid: int) -> list[Memory]:
-    """Return the shared memory of ours that a process has descriptors of.
+    """Return the shared memory of ours that a process has descriptors of, without pages that it only reads.
+
+    A program that reads pages, as `top` does, opens those of all jobs, for reading only. The processes of a job pass each
+    other descriptors that can also write.
 
     Raises:
         PermissionError: This process may not read that.
@@ -134,6 +138,8 @@ def find_memory(pid: int) -> list[Memory]:
         try:
             target = os.readlink(link)
             may_be_page = is_page_link(target)
+            if may_be_page and not os.lstat(link).st_mode & stat.S_IWUSR:
+                continue
             if may_be_page or target.startswith(_LINKS):
                 status = Path(link).stat()
                 found.append(Memory(link, (status.st_dev, status.st_ino), may_be_page))

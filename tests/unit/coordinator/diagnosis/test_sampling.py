@@ -103,6 +103,20 @@ def test_memory_that_is_no_page_hides_no_other(sampler: Sampler) -> None:
         assert [seen.pid for seen in sample.seen if seen.page.pid == process.pid] == [process.pid]
 
 
+def test_a_process_that_reads_the_pages_of_two_jobs_joins_them_not(sampler: Sampler) -> None:
+    """It has a page itself, as an engine has that exports metrics of all ranks on its host."""
+    with child(GOOD) as one, child(GOOD) as other:
+        links = [
+            memory.link for each in (one, other) for memory in pages.find_memory(each.pid) if memory.is_page
+        ]
+        read = f"{GOOD}\nimport os\nopened = [os.open(link, os.O_RDONLY) for link in {links!r}]"
+        with child(read) as reader:
+            sampler.sample()
+            found = [of(sampler, each.pid)[0] for each in (one, other, reader)]
+    assert [each.holders for each in found] == [(one.pid,), (other.pid,), (reader.pid,)]
+    assert len({each.job for each in found}) == 3
+
+
 def test_processes_are_searched_seldom(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at each look, and after a search that took long not before its share of the time has passed."""
     searched: list[float] = []

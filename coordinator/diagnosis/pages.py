@@ -124,8 +124,8 @@ def processes() -> list[int]:
 def find_memory(pid: int) -> list[Memory]:
     """Return the shared memory of ours that a process has descriptors of, without pages that it only reads.
 
-    A program that reads pages, as `top` does, opens those of all jobs, for reading only. The processes of a job pass each
-    other descriptors that can also write.
+    A program that reads pages, as `top` does, opens those of all jobs for reading only. The processes of a job pass
+    each other descriptors that can also write.
 
     Raises:
         PermissionError: This process may not read that.

@@ -225,11 +225,6 @@ class RemoteEnd(ABC):
     def close(self) -> None:
         """Close this end."""
 
-    def _finish_deferred(self) -> None:
-        """Finish the `close` that a signal handler has begun inside of a call; every call ends with this."""
-        if self._is_deferred:
-            self._close()
-
     def _is_inside(self) -> bool:
         """Return whether this thread is inside of a call on this end, as a signal handler is that interrupts one.
 
@@ -242,7 +237,8 @@ class RemoteEnd(ABC):
         """Do what `close` has to do, or go on with it if a signal handler has interrupted that.
 
         If this thread is inside of a call, only note that this is to be done: the call's re-entrant locks
-        would let a signal handler in. Every call ends with `_finish_deferred`, which calls this.
+        would let a signal handler in. Every call looks at `_is_deferred` when it ends, and then calls this. It looks
+        without calling a function, at whose beginning a handler could raise and take the call's result with it.
         """
         if self._is_closed or self._forks != fork_count():
             return

@@ -174,7 +174,8 @@ class RemoteReader(RemoteReads):
                     self._settle()
                 return self._signal
         finally:
-            self._finish_deferred()
+            if self._is_deferred:
+                self._close()
 
     def _settle(self) -> None:
         """Make the descriptor of `fileno` readable if there is something to read or to raise, else unreadable."""
@@ -221,7 +222,8 @@ class RemoteReader(RemoteReads):
             self._look("dequeue_any")
             return False
         finally:
-            self._finish_deferred()
+            if self._is_deferred:
+                self._close()
 
     @property
     def messages(self) -> int:
@@ -295,7 +297,8 @@ class RemoteReader(RemoteReads):
                 behind = len(self._inbox), self._inbox.nbytes()
                 own = ReaderStatistics(self.rank, *behind, progress, self._failure is None)
         finally:
-            self._finish_deferred()
+            if self._is_deferred:
+                self._close()
         capacity = self._endpoint.settings.high_water_bytes
         read = self._inbox.progress
         return QueueStatistics(read.messages, read.nbytes, self._waits, self._waited_s, capacity, (own,))

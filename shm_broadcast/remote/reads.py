@@ -158,7 +158,8 @@ class RemoteReads(RemoteEnd):
                 self._tell_owner(call, error)
             raise
         finally:
-            self._finish_deferred()
+            if self._is_deferred:
+                self._close()
 
     def _tell_owner(self, call: str, error: ClosedError | PeerLostError) -> None:
         """Tell the owner why a read ends; this thread holds no lock, as the owner may close this end."""

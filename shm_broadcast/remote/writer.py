@@ -166,7 +166,8 @@ class RemoteWriter(RemoteEnd):
                 self._await_room(message.nbytes, timeout_s)
                 left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
         finally:
-            self._finish_deferred()
+            if self._is_deferred:
+                self._close()
         # Without the lock: the thread must answer while a long message is copied. Nobody else adds parts.
         self._written, self._ready = written, self._ledger.cut(message)
         return left
@@ -184,7 +185,8 @@ class RemoteWriter(RemoteEnd):
                 is_sent, self._ready = not self._ready, []
                 return is_sent
         finally:
-            self._finish_deferred()
+            if self._is_deferred:
+                self._close()
 
     def _send_ready(self) -> None:
         """Do as `complete` does; the caller holds the lock, and can repeat what a handler interrupts."""
@@ -220,7 +222,8 @@ class RemoteWriter(RemoteEnd):
             with self._lock:
                 self.check(call)
         finally:
-            self._finish_deferred()
+            if self._is_deferred:
+                self._close()
         super()._look(call)
 
     def _look(self, call: str) -> None:
@@ -269,7 +272,8 @@ class RemoteWriter(RemoteEnd):
             with self._lock:
                 return sorted(link.rank for link in self._ledger.links.values() if not link.has_come)
         finally:
-            self._finish_deferred()
+            if self._is_deferred:
+                self._close()
 
     def await_readers(self, timeout_s: float | None) -> None:
         """Wait until every reader has opened its end.
@@ -298,7 +302,8 @@ class RemoteWriter(RemoteEnd):
             with self._lock:
                 last, readers = self._ledger.last, self._ledger.readers()
         finally:
-            self._finish_deferred()
+            if self._is_deferred:
+                self._close()
         capacity = self._remote.high_water_bytes
         return QueueStatistics(last.messages, last.nbytes, self._waits, self._waited_s, capacity, readers)
 
@@ -330,9 +335,8 @@ class RemoteWriter(RemoteEnd):
         beat_at = time.monotonic()
         has_more = False
         while not self._is_stopping:
-            wake_at = min(
-                [beat_at, *(at for link in self._ledger.links.values() if (at := self._lost_at(link)))]
-            )
+            losses = [at for link in self._ledger.links.values() if (at := self._lost_at(link))]
+            wake_at = min([beat_at, *losses])
             if has_more:
                 time.sleep(_PAUSE_S)
             poller.poll(0 if has_more else int(max(0.0, wake_at - time.monotonic()) * 1000) + 1)

@@ -26,7 +26,7 @@ from coordinator.elastic.driver import Driver
 from coordinator.elastic.joining import join_distributed_environment
 from coordinator.elastic.layouts import LayoutRule, Placement, drop_replicas
 from coordinator.elastic.protocol import Operation, Pause
-from coordinator.errors import CommError, CommTimeoutError, DisagreementError, UsageError
+from coordinator.errors import CommError, CommTimeoutError, DisagreementError, ExcludedError, UsageError
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
@@ -276,11 +276,13 @@ class Member:
         return [self.groups.world.rank, self.groups.world.world_size]
 
     def fail(self) -> str:
-        """As `rebuild`, for a rank that cannot go on; return how that ends."""
+        """As `rebuild`, for a rank that cannot go on; return how that ends, and why unless it is excluded."""
         try:
             self.rebuild()
-        except CommError as error:
+        except ExcludedError as error:
             return type(error).__name__
+        except CommError as error:
+            return f"{type(error).__name__}: {error}"
         return ""
 
     def plan(self) -> str:

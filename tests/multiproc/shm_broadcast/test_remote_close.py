@@ -238,10 +238,8 @@ def test_a_handler_may_close_a_writer_in_every_place_of_a_call(full: bool, local
 
 def waiting_call(stack: ExitStack, call: str, absent: int) -> tuple[QueueWriter, Callable[[], None]]:
     """Return a writer, and a call of it that waits for reader 1 on this host or reader 2 elsewhere: for `absent`."""
-    keys, brief = (
-        RemoteKeys.generate(),
-        RemoteSettings(heartbeat_s=0.1, lost_after_s=0.5, high_water_bytes=65536),
-    )
+    keys = RemoteKeys.generate()
+    brief = RemoteSettings(heartbeat_s=0.1, lost_after_s=0.5, high_water_bytes=65536)
     writer = stack.enter_context(
         QueueWriter.create(
             "steps",

@@ -103,7 +103,7 @@ def test_memory_that_is_no_page_hides_no_other(sampler: Sampler) -> None:
         assert [seen.pid for seen in sample.seen if seen.page.pid == process.pid] == [process.pid]
 
 
-def test_a_process_that_reads_the_pages_of_two_jobs_joins_them_not(sampler: Sampler) -> None:
+def test_a_process_that_reads_the_pages_of_two_jobs_does_not_join_them(sampler: Sampler) -> None:
     """It has a page itself, as an engine has that exports metrics of all ranks on its host."""
     with child(GOOD) as one, child(GOOD) as other:
         links = [

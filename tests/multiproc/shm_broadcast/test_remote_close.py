@@ -258,7 +258,8 @@ def waiting_call(stack: ExitStack, call: str, absent: int) -> tuple[QueueWriter,
         if call == "enqueue" or rank != absent
     }
     if call == "wait_until_ready":
-        return writer, partial(writer.wait_until_ready, 0.02)
+        # It looks every millisecond, and each look has the same places.
+        return writer, partial(writer.wait_until_ready, 0.003)
     writer.wait_until_ready(DEADLINE_S)
     message = bytes(20_000)
 

@@ -98,10 +98,14 @@ class RingReader(RingEnd):
             return value
         try:
             return codec.convert(value, type_)
-        except BaseException as error:
-            # A message of another type is dropped; one whose conversion a handler interrupts is put back.
-            if not isinstance(error, DecodeError) or raised_by_handler(error):
+        except DecodeError as error:
+            # A message of another type is dropped, unless a handler has raised this.
+            if raised_by_handler(error):
                 endpoint.message = value
+            raise
+        except BaseException:
+            # Nothing is called before the message is back: no handler drops it.
+            endpoint.message = value
             raise
 
     def try_read(self, call: str = "try_dequeue", looks: bool = False, type_: Any = None) -> tuple[bool, Any]:
@@ -120,9 +124,12 @@ class RingReader(RingEnd):
                 return True, value
             try:
                 return True, codec.convert(value, type_)
-            except BaseException as error:
-                if not isinstance(error, DecodeError) or raised_by_handler(error):
+            except DecodeError as error:
+                if raised_by_handler(error):
                     endpoint.message = value
+                raise
+            except BaseException:
+                endpoint.message = value
                 raise
         self._begin_wait(call)
         # Look for a lost writer only once in a slice, because a caller may ask a million times a second.

@@ -336,6 +336,48 @@ def test_a_broadcast_that_does_not_fit_goes_and_one_whose_type_is_refused_stays(
     FarPool(ranks2, places).run(refuse_broadcasts, by_queue)
 
 
+def refused_at_each_place(rank: int, world_size: int, directory: Path, kind: str, by_queue: bool) -> None:
+    """Receive with a type that is refused, once for each place at which a handler raises, and well behind that."""
+    with world(rank, world_size, directory) as everyone:
+        group = group_of(everyone, by_queue)
+        get = partial(group.recv_object, 0) if kind == "object" else group.broadcast_object
+
+        def refuse() -> None:
+            with pytest.raises(UsageError, match="decode to"):
+                get(type=lambda: None)
+
+        def receive() -> None:
+            for step in range(STEPS):
+                is_struck = raising_at(step, refuse, FILES)
+                assert get() == step
+                if not is_struck:
+                    assert step > 1
+                    break
+            else:
+                raise AssertionError("the call has more places")
+
+        sent_before(rank, directory, group, SENDS[kind], receive, STEPS + 1)
+        group.destroy()
+
+
+@pytest.mark.guarantee("D91")
+@pytest.mark.parametrize(
+    ("kind", "by_queue", "places"),
+    [
+        ("object", False, ["one", "one"]),
+        ("broadcast", False, ["one", "one"]),
+        ("broadcast", True, ["one", "one"]),
+        ("broadcast", True, ["one", "another"]),
+    ],
+    ids=str,
+)
+def test_a_strike_at_any_place_of_a_receive_that_is_refused_leaves_the_message(
+    ranks2: RankPool, kind: str, by_queue: bool, places: list[str]
+) -> None:
+    """The next call gets it, whichever exception the caller has got."""
+    FarPool(ranks2, places).run(refused_at_each_place, kind, by_queue)
+
+
 @contextmanager
 def torch_group(rank: int, world_size: int, directory: Path, is_backend: bool) -> Iterator[Any]:
     """Yield a group as torch knows it: one of the backend, or a group of ours as a process group."""

@@ -18,7 +18,7 @@ from shm_broadcast.errors import CommTimeoutError, DecodeError, GroupBrokenError
 from shm_broadcast.layout import FIELDS
 from shm_broadcast.queue import QueueReader, dequeue_any
 from shm_broadcast.settings import MIN_RING_BYTES
-from tests.handlers import Interrupt, handling_at
+from tests.handlers import Interrupt, handling_at, raising_at
 from tests.queues import background, fill, memory_of, put_word, queue
 from tests.waiting import wait_until
 
@@ -115,6 +115,25 @@ def test_a_message_whose_decoding_is_interrupted_stays_the_next(
             assert np.array_equal(read(reader, call).data, message.data)
             assert reader.dequeue(10.0) == "next"
         assert reader.statistics().messages == 2
+
+
+@pytest.mark.guarantee("R14")
+@pytest.mark.parametrize("call", ["read", "try_read"])
+def test_a_strike_at_any_place_of_a_read_whose_type_is_refused_leaves_the_message(call: str) -> None:
+    """The type is a function, into which nothing can be decoded. The next read gets the message in any case."""
+    with queue() as (writer, [reader]):
+
+        def refuse() -> None:
+            with pytest.raises(UsageError, match="decode to"):
+                getattr(reader._ring, call)(type_=lambda: None)
+
+        for step in count():
+            writer.enqueue(step)
+            is_struck = raising_at(step, refuse, ("shm_broadcast/ring/reader.py", "codec/__init__.py"))
+            assert reader.dequeue(10.0) == step
+            if not is_struck:
+                break
+        assert step > 3
 
 
 @pytest.mark.guarantee("R14", "B3")

@@ -50,6 +50,7 @@ class Receiving:
         self.message: Any = None
         self.number: int = 0
         self.has_come: bool = False
+        self.is_enlisted: bool = False
         # How long a wait pauses before it looks for what others send. It grows from slice to slice: with short
         # pauses at the beginning of each slice a wait took up to 1.1 % of a core.
         self.pause_s: float = FIRST_LOOK_S
@@ -64,7 +65,11 @@ class Receiving:
         try:
             value = self._placed(message)
         except UsageError:
-            # The caller's mistake, as a type into which nothing can be decoded.
+            # The caller's mistake, as a type into which nothing can be decoded. The message becomes the next one of its
+            # tag again by statements that call nothing: no signal handler drops it.
+            if not self.has_place:
+                arrived, self.has_come = self.receiver.arrived, False
+                arrived[self.tag] = {self.number: message, **arrived[self.tag]}
             raise
         except CommError as error:
             self._error = error
@@ -103,7 +108,7 @@ class ChannelReceiver:
     """The reading end of the channel from one rank.
 
     Several threads may use it, and a signal handler may interrupt any call. A message is therefore always in one place:
-    the ring, the endpoint, `_arrived`, or the `Receiving` that awaits it. It moves in statements that call nothing:
+    the ring, the endpoint, `arrived`, or the `Receiving` that awaits it. It moves in statements that call nothing:
     between these the interpreter runs neither a handler nor another thread. A lock would not keep out a handler.
     """
 
@@ -121,7 +126,7 @@ class ChannelReceiver:
         )
         rings.ring_attach(memory, 0)
         # By tag, the messages that came by their numbers, and those that are awaited; the oldest first.
-        self._arrived: dict[int, dict[int, Any]] = {}
+        self.arrived: dict[int, dict[int, Any]] = {}
         self._awaited: dict[int, dict[int, Receiving]] = {}
         # Those that have come and may not be in their places yet, by the numbers of the messages.
         self._landing: dict[int, Receiving] = {}
@@ -137,7 +142,7 @@ class ChannelReceiver:
         """Return the next message of `tag` if it comes while this polls for `spin_ns`, else NOTHING."""
         endpoint = self.endpoint
         # What has come needs no wait.
-        endpoint.fetch_within(0 if self._arrived.get(tag) else spin_ns, 0)
+        endpoint.fetch_within(0 if self.arrived.get(tag) else spin_ns, 0)
         awaited, arrived = self._of_tag(tag)
         # Nothing is called from here to the end of the `if`.
         if endpoint.tag == tag and not awaited and not arrived and endpoint.messages != self._undecodable:
@@ -152,7 +157,7 @@ class ChannelReceiver:
         stays.
         """
         endpoint = self.endpoint
-        endpoint.fetch_within(0 if self._arrived.get(tag) else spin_ns, 0)
+        endpoint.fetch_within(0 if self.arrived.get(tag) else spin_ns, 0)
         awaited, arrived = self._of_tag(tag)
         message, number = rings.NOTHING, endpoint.messages
         # Nothing is called from here to the end of the `if`.
@@ -182,7 +187,7 @@ class ChannelReceiver:
 
     def _take(self, tag: int, number: int) -> bool:
         """Take a message that has come; return whether it was still there, and the oldest. Calls nothing."""
-        endpoint, arrived = self.endpoint, self._arrived[tag]
+        endpoint, arrived = self.endpoint, self.arrived[tag]
         for oldest in arrived:
             if oldest == number:
                 del arrived[number]
@@ -201,26 +206,30 @@ class ChannelReceiver:
         return receiving
 
     def enlist(self, receiving: Receiving) -> None:
-        """Await the next message of its tag that nobody awaits yet."""
+        """Take the oldest message of its tag that nobody has got yet; if there is none, await the next one."""
         key = id(receiving)
         awaited, arrived = self._of_tag(receiving.tag)
         landing = self._landing
         # Nothing is called from here on.
+        receiving.is_enlisted = True
         for number in arrived:
             receiving.message, receiving.number, receiving.has_come = arrived[number], number, True
             landing[number] = receiving
             del arrived[number]
+            if key in awaited:
+                del awaited[key]
             break
         else:
             awaited[key] = receiving
 
     def abandon(self, receiving: Receiving) -> None:
         """Stop awaiting the message; if it has come, it becomes the next message of its tag again."""
-        awaited, arrived = self._of_tag(receiving.tag)
+        awaited, _ = self._of_tag(receiving.tag)
         awaited.pop(id(receiving), None)
         if receiving.has_come and not receiving.has_landed:
             # No function is called here. The message goes before those that came later.
-            self._arrived[receiving.tag] = {receiving.number: receiving.message, **arrived}
+            arrived = self.arrived
+            arrived[receiving.tag] = {receiving.number: receiving.message, **arrived[receiving.tag]}
 
     def land(self) -> None:
         """Put the messages that have come for handles in their places, even if the handles were dropped."""
@@ -232,11 +241,20 @@ class ChannelReceiver:
             self._landing.pop(number, None)
 
     def await_arrival(self, receiving: Receiving, slice_s: float) -> None:
-        """Take in messages for up to `slice_s` seconds, or until the one of `receiving` has come."""
+        """Take in messages for up to `slice_s` seconds, or until the one of `receiving` has come.
+
+        The first time this enlists `receiving`, so that a call which has not begun to wait leaves nothing behind.
+        """
+        if not receiving.is_enlisted:
+            self.enlist(receiving)
         look = Look(self._crossing, slice_s, receiving.pause_s)
         spin_ns = SPIN_NS if slice_s > 0 else 0
         while not receiving.has_come:
             if self._take_in(spin_ns, look.park_ns()):
+                continue
+            if self.arrived[receiving.tag]:
+                # Another thread has put a message back.
+                self.enlist(receiving)
                 continue
             # The ring may have ended in the middle of a message, whose rest will not come.
             if self.has_ended() and not receiving.has_come:
@@ -249,7 +267,7 @@ class ChannelReceiver:
 
     def has_news(self, tag: int) -> bool:
         """Return whether `take_arrived` may find a message, or no message will come any more."""
-        return self.endpoint.has_news or bool(self._arrived.get(tag))
+        return self.endpoint.has_news or bool(self.arrived.get(tag))
 
     def take_arrived(self, tag: int) -> Receiving | None:
         """Take the oldest message of `tag` that is there and that nobody awaits; `abandon` puts it back."""
@@ -281,7 +299,7 @@ class ChannelReceiver:
         return True
 
     def _of_tag(self, tag: int) -> tuple[dict[int, Receiving], dict[int, Any]]:
-        return self._awaited.setdefault(tag, {}), self._arrived.setdefault(tag, {})
+        return self._awaited.setdefault(tag, {}), self.arrived.setdefault(tag, {})
 
     def _take_in(self, spin_ns: int, park_ns: int) -> bool:
         """Take in a message if one comes within these times; return whether one came."""
@@ -301,13 +319,16 @@ class ChannelReceiver:
             # Nothing is called from here on, except for the next turn.
             if endpoint.messages != number or not endpoint.has_message:
                 continue
-            for key in awaited:
-                receiving = awaited[key]
-                del awaited[key]
-                receiving.message, receiving.number, receiving.has_come = endpoint.message, number, True
-                landing[number] = receiving
-                return True
             arrived[number] = endpoint.message
+            for key in awaited:
+                # The one that has come, unless another thread has put an older one back.
+                for oldest in arrived:
+                    receiving = awaited[key]
+                    del awaited[key]
+                    receiving.message, receiving.number, receiving.has_come = arrived[oldest], oldest, True
+                    landing[oldest] = receiving
+                    del arrived[oldest]
+                    return True
             return True
         return False
 

@@ -290,7 +290,6 @@ class Channels:
         operation = self._operation(plane, name, "from", [src])
         receiving = Receiving(receiver, tag, land)
         try:
-            receiver.enlist(receiving)
             self._await(operation, receiving, timeout_s, (receiver,))
         except BaseException:
             receiver.abandon(receiving)
@@ -309,8 +308,6 @@ class Channels:
         self._refuse_nested(name, receivers)
         receivings = [Receiving(receiver, tag, None) for receiver in receivers]
         try:
-            for receiving in receivings:
-                receiving.receiver.enlist(receiving)
             self._await(operation, ReceivingAll(receivings), timeout_s, receivers)
             messages = [receiving.message for receiving in receivings]
             faults = [message.error for message in messages if isinstance(message, Undecodable)]
@@ -359,8 +356,12 @@ class Channels:
             return found.message, src
         try:
             return land(found.message, src), src
+        except UsageError:
+            # Nothing is called before the message is back: no signal handler drops it.
+            found.receiver.arrived[tag] = {found.number: found.message, **found.receiver.arrived[tag]}
+            raise
         except BaseException as error:
-            if not isinstance(error, CommError) or isinstance(error, UsageError) or raised_by_handler(error):
+            if not isinstance(error, CommError) or raised_by_handler(error):
                 awaiting.abandon()
             raise
 

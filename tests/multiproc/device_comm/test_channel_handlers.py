@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 import pytest
@@ -173,6 +174,41 @@ def test_a_handler_that_sends_inside_of_a_long_message_to_the_same_rank_is_refus
         send(sender, [Numbered(5), bytes(1 << 20)], 1)
     assert seen == [5]
     assert len(errors) == 1
+
+
+@pytest.mark.guarantee("R15")
+@pytest.mark.parametrize("outer", ["recv", "recv_each"])
+def test_a_handler_that_receives_at_any_step_of_a_receive_gets_the_message_or_is_refused(outer: str) -> None:
+    """It never waits for a message that comes behind the one of the call that it has interrupted."""
+    outcomes: list[str] = []
+    waits = 0
+
+    def handler() -> None:
+        nonlocal waits
+        waits += any(frame.f_code is ChannelReceiver.await_arrival.__code__ for frame, _ in walk_stack(None))
+        send_object(zero, "first", 1)
+        try:
+            assert recv_object(one, 0) == "first"
+            send_object(zero, "second", 1)
+            outcomes.append("received")
+        except UsageError as error:
+            assert "inside of a call on the channel with rank 0" in str(error)  # noqa: PT017 - it may come or not
+            outcomes.append("refused")
+
+    strikes = Strikes(handler, channels, channel_receiver)
+    # The outer call waits until it is struck, in its last places again and again.
+    while waits < 20:
+        with opened() as (zero, one):
+            with strikes.run():
+                if outer == "recv":
+                    found = recv_object(one, 0)
+                else:
+                    (found,) = one.recv_each("host", "gather", [0], TAGS[0], HANG_S)
+            assert found == {"received": "second", "refused": "first"}[outcomes[-1]]
+            send_object(zero, "last", 1)
+            assert recv_object(one, 0) == "last"
+    assert len(outcomes) == strikes.place
+    assert set(outcomes) == {"received", "refused"}
 
 
 @pytest.mark.guarantee("D74")

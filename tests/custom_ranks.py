@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -188,14 +189,22 @@ class CustomRank:
         self.health.release()
         self.driver.release()
 
+    def left(self) -> list[str]:
+        """Return what is left once the memory is freed, which a thread does on a machine too busy to do it at once."""
+        for thread in threading.enumerate():
+            if thread.name == "group-coordinator-release":
+                thread.join(20.0)
+        return self.driver.leaks()
+
     def leave_alone(self) -> None:
         """Destroy alone, without the other ranks. Only the workspace is left, which peers may have open."""
         assert self.custom is not None
         self.custom.destroy()
         self.custom.destroy()
         self.health.close()
-        assert all(each.startswith("memory memory-") for each in self.driver.leaks())
-        assert len(self.driver.leaks()) <= 1
+        left = self.left()
+        assert all(each.startswith("memory memory-") for each in left)
+        assert len(left) <= 1
         assert violations(self.directory) == []
         self.health.release()
         self.meet()

@@ -26,11 +26,13 @@ def pids_shown_by(text: str, deadline_s: float = 30.0) -> set[int]:
     words = shlex.split(found[1])
     named = {int(word) for before, word in itertools.pairwise(words) if before == "--pid"}
     shown: set[int] = set()
+    lines: list[str] = []
     end_s = time.monotonic() + deadline_s
     with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as top:
         assert top.stdout is not None
         pid, rate = slice(0), slice(0)
         for line in top.stdout:
+            lines.append(line)
             if line.startswith("group and plane"):
                 pid, rate = _column(line, "    pid"), _column(line, "calls/s")
             elif line[pid].strip().isdecimal() and re.fullmatch(r" *[1-9][\d.]*[kM]?", line[rate]):
@@ -39,7 +41,7 @@ def pids_shown_by(text: str, deadline_s: float = 30.0) -> set[int]:
                 break
         top.stdout.close()  # as `head` does
         assert top.wait(30) == 0
-    assert shown >= named, f"{sorted(named - shown)} made no calls, or were not shown"
+    assert shown >= named, f"{sorted(named - shown)} made no calls, or were not shown:\n{''.join(lines)}"
     return named
 
 

@@ -384,7 +384,7 @@ def unmet(rank: int, world_size: int, directory: Path, libraries: str) -> list[s
     custom = me.create()
     assert me.all_reduce(1, 64, BF16)
     custom.destroy(None)
-    left = me.driver.leaks()
+    left = me.left()
     me.leave_alone()
     return left
 

@@ -254,7 +254,7 @@ def dies(rank: int, world_size: int, directory: Path, libraries: str) -> Any:
     seen = outcome_of(call)
     custom.destroy()
     me.health.close()
-    left = me.driver.leaks()
+    left = me.left()
     me.health.release()
     me.driver.release()
     return seen, left
@@ -278,7 +278,7 @@ def leaves(rank: int, world_size: int, directory: Path, libraries: str) -> list[
         if rank == other:
             custom.destroy()
         me.meet()
-    left = me.driver.leaks()
+    left = me.left()
     me.health.close()
     me.health.release()
     me.meet()
@@ -306,7 +306,7 @@ def gives_up(rank: int, world_size: int, directory: Path, libraries: str) -> tup
         kind = outcome_of(custom.check)["kind"]
     me.meet()
     custom.destroy()
-    left = sorted({each.split()[0] for each in me.driver.leaks()})
+    left = sorted({each.split()[0] for each in me.left()})
     me.health.close()
     me.health.release()
     me.meet()

@@ -224,7 +224,8 @@ def test_the_printed_command_watches_a_demo_that_holds(tmp_path: Path) -> None:
             assert pids_shown_by(errors.read_text()) == set(children_of(demo.pid))
         finally:
             demo.send_signal(signal.SIGINT)
-        assert demo.wait(DEADLINE_S) == 128 + signal.SIGINT
+            status = demo.wait(DEADLINE_S)
+        assert status == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ class PointToPoint(TensorDicts):
     ) -> tuple[torch.Tensor, int]:
         """Receive the next tensor of `tag` from any rank; return (a new tensor, its rank in the group).
 
-        If several tensors have arrived, any of them may come first, but those of one rank come in order. Without
-        `timeout_s` this waits without limit, but ends when any rank dies, all others have left, or the group is
-        destroyed.
+        If several tensors have arrived, any of them may come first, but those of one rank come in order, and no rank
+        keeps those of the others waiting. Without `timeout_s` this waits without limit, but ends when any rank dies,
+        all others have left, or the group is destroyed.
 
         Raises:
             CapabilityError: The ranks share no memory; the group is intact.

@@ -330,15 +330,18 @@ class Channels:
     ) -> tuple[Any, int]:
         """Return the next object of `tag` that any other rank has sent, and that rank; as `recv` otherwise.
 
+        Each call looks at the ranks in another order: one that always has a message does not keep the others waiting.
         With `land`, what it makes of the object and the rank takes the object's place.
 
         PeerLostError: One of the other ranks is gone; it might have been the sender.
         """
         # Read first: if another thread has closed the channels before, the next statement says so.
         bells = self._bells
-        operation = self._operation(plane, name, "from any of", self._others)
+        operation = self._operation(plane, name, "from any of", sorted(self._others))
         receivers = tuple([self._receiver(src, name) for src in self._others])
         self._refuse_nested(name, receivers)
+        # The next call begins with another rank, so that a busy one cannot starve the others.
+        self._others = [*self._others[1:], self._others[0]]
         awaiting = ReceivingAny(receivers, tag, self, bells[self._rank])
         try:
             self._await(operation, awaiting, timeout_s, receivers)
@@ -348,9 +351,7 @@ class Channels:
         # Nothing is called from the end of the wait on, so that no signal handler drops the message.
         found = awaiting.found
         if found is None:
-            raise InternalError(
-                f"{self._health.where(name)}: a message from any rank was taken before it had come"
-            )
+            raise InternalError(f"{self._health.where(name)}: it has ended before a message came")
         src = self._places[found.receiver.peer]
         if land is None:
             return found.message, src
@@ -391,11 +392,11 @@ class Channels:
         The other call goes on only behind this one, which might therefore wait for ever.
         """
         waiting = self._waits.get(threading.get_ident(), ())
-        busy = [str(receiver.peer) for receiver in receivers if receiver in waiting]
+        busy = sorted([receiver.peer for receiver in receivers if receiver in waiting])
         if busy:
             raise UsageError(
                 f"{self._health.where(name)}: this thread is inside of a call on the channel with rank "
-                f"{', '.join(busy)} already, as in a signal handler or a finalizer"
+                f"{', '.join(map(str, busy))} already, as in a signal handler or a finalizer"
             )
 
     def irecv(

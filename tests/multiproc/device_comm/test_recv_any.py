@@ -235,6 +235,21 @@ def test_no_alarm_loses_or_repeats_a_message_from_any_rank(nbytes: int, count: i
         assert raised >= least
 
 
+@pytest.mark.guarantee("D73")
+def test_a_rank_that_always_has_a_message_does_not_keep_the_others_waiting() -> None:
+    """The message of each of the other ranks comes within as many calls as there are ranks."""
+    with channels_of(4) as ranks:
+        for number in range(100):
+            send(ranks[1], number, 0)
+        for quiet in (2, 3):
+            assert recv_any(ranks[0])[1] == 1
+            send(ranks[quiet], "quiet", 0)
+            assert quiet in [recv_any(ranks[0])[1] for _ in range(3)]
+        # Those of one rank come in order.
+        rest = [recv_any(ranks[0]) for _ in range(94)]
+        assert rest == [(number, 1) for number in range(6, 100)]
+
+
 @pytest.mark.guarantee("R15")
 @pytest.mark.parametrize("outer", ["recv", "recv_any"])
 @pytest.mark.parametrize("inner", ["recv", "recv_any"])

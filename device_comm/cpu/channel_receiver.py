@@ -172,7 +172,7 @@ class ChannelReceiver:
                 endpoint.message = message
         if message is rings.NOTHING:
             self._sort()
-            for number in arrived:
+            for number in arrived if not awaited else ():
                 message = arrived[number]
                 break
             if message is rings.NOTHING or isinstance(message, Undecodable):
@@ -206,18 +206,16 @@ class ChannelReceiver:
         return receiving
 
     def enlist(self, receiving: Receiving) -> None:
-        """Take the oldest message of its tag that nobody has got yet; if there is none, await the next one."""
+        """Await the next message of its tag that nobody awaits yet."""
         key = id(receiving)
         awaited, arrived = self._of_tag(receiving.tag)
         landing = self._landing
         # Nothing is called from here on.
         receiving.is_enlisted = True
-        for number in arrived:
+        for number in arrived if not awaited else ():
             receiving.message, receiving.number, receiving.has_come = arrived[number], number, True
             landing[number] = receiving
             del arrived[number]
-            if key in awaited:
-                del awaited[key]
             break
         else:
             awaited[key] = receiving
@@ -253,8 +251,8 @@ class ChannelReceiver:
             if self._take_in(spin_ns, look.park_ns()):
                 continue
             if self.arrived[receiving.tag]:
-                # Another thread has put a message back.
-                self.enlist(receiving)
+                # Another thread has put a message back, which is for whoever has waited longest.
+                self._hand_out(receiving.tag)
                 continue
             # The ring may have ended in the middle of a message, whose rest will not come.
             if self.has_ended() and not receiving.has_come:
@@ -273,9 +271,9 @@ class ChannelReceiver:
         """Take the oldest message of `tag` that is there and that nobody awaits; `abandon` puts it back."""
         self.drain()
         receiving = Receiving(self, tag, None)
-        _, arrived = self._of_tag(tag)
+        awaited, arrived = self._of_tag(tag)
         # Nothing is called from here on.
-        for number in arrived:
+        for number in arrived if not awaited else ():
             receiving.message, receiving.number, receiving.has_come = arrived[number], number, True
             del arrived[number]
             return receiving
@@ -331,6 +329,20 @@ class ChannelReceiver:
                     return True
             return True
         return False
+
+    def _hand_out(self, tag: int) -> None:
+        """Give the oldest message of `tag` that was put back to the oldest `Receiving` that awaits one."""
+        awaited, arrived = self._of_tag(tag)
+        landing = self._landing
+        # Nothing is called from here on.
+        for key in awaited:
+            for number in arrived:
+                receiving = awaited[key]
+                del awaited[key]
+                receiving.message, receiving.number, receiving.has_come = arrived[number], number, True
+                landing[number] = receiving
+                del arrived[number]
+                return
 
     def close(self) -> None:
         """Tell the sender that nobody reads any more. Idempotent."""

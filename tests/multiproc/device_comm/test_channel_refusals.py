@@ -96,3 +96,34 @@ def test_a_message_that_one_thread_refuses_goes_to_another_that_waits_for_it(
                 send(ranks[0], "next", 1)
         assert first == [None]
         assert second == [["refused", "next"]]
+
+
+@pytest.mark.guarantee("D15")
+def test_a_message_that_is_refused_goes_to_the_handle_that_was_made_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two handles were made while the other thread had the message; the second is waited for first."""
+    monkeypatch.setattr(ChannelReceiver, "land_soon", lambda *_: rings.NOTHING)
+    are_made = threading.Event()
+
+    def refuse_later(*_message: object) -> NoReturn:
+        assert are_made.wait(LIMIT_S)
+        refuse()
+
+    def refused() -> None:
+        with pytest.raises(UsageError, match="this type"):
+            refuse_from(one, "recv", refuse_later)
+
+    with opened() as (zero, one):
+        end = one._receivers[0]
+        found: list[list[object]] = [[], []]
+        with background(refused) as refusal:
+            send(zero, "refused", 1)
+            wait_until(lambda: end.endpoint.messages == 2 and not end.arrived[TAG], "the message to be taken")
+            first, second = (one.irecv("host", "irecv", 0, TAG, LIMIT_S, each.append) for each in found)
+            are_made.set()
+        assert refusal == [None]
+        send(zero, "next", 1)
+        second.wait()
+        first.wait()
+        assert found == [["refused"], ["next"]]

@@ -68,7 +68,7 @@ class Receiving:
             # The caller's mistake, as a type into which nothing can be decoded. The message becomes the next one of its
             # tag again by statements that call nothing: no signal handler drops it.
             if not self.has_place:
-                arrived, self.has_come = self.receiver.arrived, False
+                arrived, self.has_come, self.is_enlisted = self.receiver.arrived, False, False
                 arrived[self.tag] = {self.number: message, **arrived[self.tag]}
             raise
         except CommError as error:
@@ -224,6 +224,7 @@ class ChannelReceiver:
         """Stop awaiting the message; if it has come, it becomes the next message of its tag again."""
         awaited, _ = self._of_tag(receiving.tag)
         awaited.pop(id(receiving), None)
+        receiving.is_enlisted = False
         if receiving.has_come and not receiving.has_landed:
             # No function is called here. The message goes before those that came later.
             arrived = self.arrived

@@ -351,7 +351,7 @@ class Channels:
         # Nothing is called from the end of the wait on, so that no signal handler drops the message.
         found = awaiting.found
         if found is None:
-            raise InternalError(f"{self._health.where(name)}: it has ended before a message came")
+            raise InternalError(f"{self._health.where(name)}: the wait has ended before a message came")
         src = self._places[found.receiver.peer]
         if land is None:
             return found.message, src

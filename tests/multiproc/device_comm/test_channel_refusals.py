@@ -10,7 +10,7 @@ import pytest
 
 from device_comm import health
 from device_comm.cpu import channel_receiver, channels, receiving_any
-from device_comm.cpu.channel_receiver import ChannelReceiver
+from device_comm.cpu.channel_receiver import ChannelReceiver, Receiving
 from device_comm.cpu.channels import Channels
 from shm_broadcast import _core as rings
 from shm_broadcast.errors import UsageError
@@ -61,6 +61,19 @@ def test_a_strike_at_any_step_of_a_receive_that_refuses_its_message_leaves_it(
             assert recv(one, 0) == "refused"
             assert recv(one, 0) == "next"
     assert outcomes == {"UsageError", "AlarmError"} | ({"broken"} if get != "recv" else set())
+
+
+@pytest.mark.guarantee("D15")
+def test_a_wait_that_has_refused_its_message_can_be_polled_again() -> None:
+    """It meets the message once more, and keeps to its time when another call has taken that."""
+    with opened() as (zero, one):
+        send(zero, "refused", 1)
+        refusing = Receiving(one._receivers[0], TAG, refuse)
+        for _ in range(2):
+            with pytest.raises(UsageError, match="this type"):
+                refusing.poll(0.1)
+        assert recv(one, 0) == "refused"
+        assert not refusing.poll(0.1)
 
 
 @pytest.mark.guarantee("R15")

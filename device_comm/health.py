@@ -3,8 +3,9 @@
 A call that cannot finish must name the rank at fault, and all ranks must name the same. The transports cannot do
 that: Gloo reports "connection closed by peer" on ranks whose peer only gave up, and only on those that were
 communicating with it. Therefore a rank that has waited for `ANNOUNCE_AFTER_S` writes where it waits into a status store
-that all ranks of the group can read. The first rank that finds a failure reads the store and publishes a failure
-record, which all other ranks adopt. A call that succeeds within `ANNOUNCE_AFTER_S` does not use the store.
+that all ranks of the group can read, and that the wait is over when it is. The first rank that finds a failure reads
+the store and publishes a failure record, which all other ranks adopt. A call that succeeds within `ANNOUNCE_AFTER_S`
+does not use the store.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import PeerWatch, fork_count
+from shm_broadcast.reports.arrivals import Announcer, Arrival, late_for
 from shm_broadcast.reports.failure_record import (
     FailureKind,
     FailureRecord,
@@ -70,13 +72,6 @@ def _is_own(error: BaseException, *, anywhere: bool = False) -> bool:
     return isinstance(error, CommError) and not raised_by_handler(error, anywhere=anywhere)
 
 
-class Arrival(msgspec.Struct, frozen=True):
-    """The call in which a rank waits: the operation and its number among the collectives of its plane."""
-
-    operation: str
-    number: int
-
-
 class StatusStore(Protocol):
     """The status store: how the ranks of a group communicate when the group's own transport is stuck.
 
@@ -88,10 +83,10 @@ class StatusStore(Protocol):
         """Return whether the store has always answered so far."""
 
     def arrive(self, plane: str, arrival: Arrival) -> None:
-        """Record in which call this rank waits."""
+        """Record in which call this rank waits, or that its wait there is over."""
 
     def arrivals(self, plane: str) -> dict[int, Arrival]:
-        """Return the recorded calls in which ranks wait, by global rank."""
+        """Return the recorded calls in which ranks wait or waited last, by global rank."""
 
     def failure_record(self) -> FailureRecord | None:
         """Return the failure record, if there is one."""
@@ -176,6 +171,7 @@ class GroupHealth:
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.watch: PeerWatch = watch
         self._status_store = status_store
+        self._announcer = Announcer(status_store.arrive)
         self._cause: BaseException | None = None
         # The calls that exceptions are leaving, of all threads, each with its exception; see `left_halfway`.
         self.left: list[tuple[Operation, BaseException]] = []
@@ -357,7 +353,7 @@ class GroupHealth:
                 plane.catch_up()
             if waited >= deadline or (waited >= last_part and operation.number and work.pending() is None):
                 self._expire(operation, work, start + deadline, deadline)
-                return
+                break
             if waited >= ANNOUNCE_AFTER_S and not is_announced and operation.number:
                 self.announce(operation)
                 is_announced = True
@@ -365,10 +361,11 @@ class GroupHealth:
                 self.check_record(operation)
                 often = FAILURE_EVERY_S if timeout_s is not None else FAILURE_IDLE_EVERY_S
                 next_look = waited + often
+        self._announcer.end_wait(operation.plane, operation.number)
 
     def announce(self, operation: Operation) -> None:
-        """Report to the status store that this rank has come to the collective `operation`."""
-        self._status_store.arrive(operation.plane, Arrival(operation.name, operation.number))
+        """Report to the status store that this rank waits in the collective `operation`, until a `wait` of it ends."""
+        self._announcer.begin_wait(operation.plane, Arrival(operation.name, operation.number))
 
     def check_peers(self, operation: Operation) -> None:
         """Break the group and raise if a peer's process has ended.
@@ -432,11 +429,8 @@ class GroupHealth:
         arrivals = self._status_store.arrivals(operation.plane) if operation.number else {}
         pending = work.pending()
         if pending is None:
-            pending = [
-                rank
-                for rank in self.ranks
-                if rank != self.rank and (rank not in arrivals or arrivals[rank].number < operation.number)
-            ]
+            others = [rank for rank in self.ranks if rank != self.rank]
+            pending = late_for(operation.number, others, arrivals)
         if operation.number and not self._status_store.is_reachable:
             # The status store does not answer. A stopped process among the pending ranks explains the timeout.
             pending = self._stopped(pending) or pending

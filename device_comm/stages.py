@@ -14,9 +14,10 @@ from collections.abc import Callable
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from typing import Final, Protocol, TypeVar
 
-from device_comm.health import Arrival, GroupHealth, Operation
+from device_comm.health import GroupHealth, Operation
 from shm_broadcast.errors import UsageError
 from shm_broadcast.interruption import is_interrupting, raised_by_handler, tolerating
+from shm_broadcast.reports.arrivals import Arrival
 from shm_broadcast.status.kinds import kind_of
 from shm_broadcast.status.layout import DONE, FAILED, NOBODY
 

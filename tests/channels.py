@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from device_comm import _core
 from device_comm.cpu.channels import Channels, room_bytes
-from device_comm.health import Arrival, GroupHealth, StatusStore
+from device_comm.health import GroupHealth, StatusStore
 from shm_broadcast.liveness import PeerWatch
+from shm_broadcast.reports.arrivals import Arrival
 from shm_broadcast.reports.failure_record import FailureRecord
 from shm_broadcast.segment import Segment
 

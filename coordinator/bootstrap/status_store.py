@@ -15,9 +15,10 @@ import msgspec
 import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store, no_check
-from device_comm.health import Arrival, StatusStore
+from device_comm.health import StatusStore
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, NativeError
 from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.reports.arrivals import Arrival
 from shm_broadcast.reports.failure_record import FailureRecord
 from shm_broadcast.reports.refusals import Refusal
 

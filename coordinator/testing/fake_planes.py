@@ -13,13 +13,14 @@ from coordinator.host.plane import SoloHostPlane, isend_with_tensors
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, TensorDictMessage, split
 from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import CompletedHandle, Handle
-from device_comm.health import Arrival, GroupHealth
+from device_comm.health import GroupHealth
 from device_comm.outputs import fill
 from device_comm.process_group import dense
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from shm_broadcast import codec
 from shm_broadcast.codec import register_type
 from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.reports.arrivals import Arrival
 from shm_broadcast.reports.failure_record import FailureRecord
 
 # What is sent and not yet received is kept for each peer and tag, first in, first out.

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Final
 
 from device_comm import _core
-from device_comm.health import Arrival, GroupHealth, Operation
+from device_comm.health import GroupHealth, Operation
 from device_comm.stages import BUSY, NESTED, without_place
 from shm_broadcast.errors import ClosedError, CommError, DisagreementError
 from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.reports.arrivals import Arrival
 from shm_broadcast.status.shown_calls import StatusLane
 
 # How long a thread pauses between tries while another one is in a call. Engines call from one thread.

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from device_comm import _core
-from device_comm.health import Arrival
+from shm_broadcast.reports.arrivals import Arrival
 from shm_broadcast.reports.failure_record import FailureRecord
 
 # The place of each plane on the board.
@@ -41,10 +41,11 @@ class StatusBoard:
         return True
 
     def arrive(self, plane: str, arrival: Arrival) -> None:
-        """Record in which call this rank waits."""
+        """Record in which call this rank waits, or that its wait there is over."""
         if self._memory is not None:
             place = (self._memory, len(self._ranks), self._index, _PLACES[plane])
-            _core.board_arrive(*place, arrival.number, arrival.operation)
+            # The lowest bit of what the board holds says whether the wait is over.
+            _core.board_arrive(*place, arrival.number << 1 | arrival.is_over, arrival.operation)
 
     def arrivals(self, plane: str) -> dict[int, Arrival]:
         """Return the recorded calls in which the other ranks wait, or waited last, by global rank."""
@@ -52,9 +53,9 @@ class StatusBoard:
             return {}
         found = _core.board_arrivals(self._memory, len(self._ranks), _PLACES[plane])
         return {
-            rank: Arrival(name.decode(errors="replace"), number)
-            for index, (rank, (number, name)) in enumerate(zip(self._ranks, found, strict=True))
-            if number and index != self._index
+            rank: Arrival(name.decode(errors="replace"), word >> 1, bool(word & 1))
+            for index, (rank, (word, name)) in enumerate(zip(self._ranks, found, strict=True))
+            if word and index != self._index
         }
 
     def failure_record(self) -> FailureRecord | None:

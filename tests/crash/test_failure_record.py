@@ -141,3 +141,27 @@ def test_a_time_out_says_that_the_missing_rank_has_refused_its_last_call(ranks2:
     assert re.search(r"no answer from rank 1 \(pid .*, last at a refused call #\d+\) within 0.6 s", text), (
         text
     )
+
+
+def go_ahead(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Stay away, or wait in a barrier; rank 1 is one call ahead, as if it had all data of that one, and expires."""
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        group.barrier()
+        found: dict[str, Any] = {}
+        if rank == 1:
+            group._health.begin("host", "barrier")
+            found = outcome_of(lambda: group.barrier(2.5))
+        elif rank == 2:
+            found = outcome_of(lambda: group.barrier(60.0))
+        meet(rank, range(world_size), directory, "expired")
+        return found
+
+
+@pytest.mark.guarantee("D6")
+def test_a_rank_that_waits_in_an_earlier_call_for_the_absent_one_is_not_named(tmp_path: Path) -> None:
+    """Where only the status store knows, the rank that has gone ahead sees where the other one waits."""
+    body = (go_ahead.__module__, go_ahead.__qualname__)
+    _, ahead, behind = run_ranks(run_at, 3, ["one", "two", "three"], *body)
+    assert (ahead["kind"], ahead["missing"]) == ("CommTimeoutError", [0]), ahead
+    assert (behind["kind"], behind["missing"]) == ("CommTimeoutError", [0]), behind
+    assert "found by rank 1 in barrier" in behind["text"], behind

@@ -9,7 +9,7 @@ import torch
 
 from device_comm import _core
 from device_comm.cpu.status_board import StatusBoard
-from device_comm.health import Arrival
+from shm_broadcast.reports.arrivals import Arrival
 from shm_broadcast.reports.failure_record import FailureRecord
 from tests.fuzz.target import Target
 

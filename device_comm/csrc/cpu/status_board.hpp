@@ -25,7 +25,7 @@ struct alignas(kLine) Head {
 // The call in which a rank waits. Only that rank writes it, while others read: the words are atomic, so a reader sees at
 // worst the beginning of one name and the end of another.
 struct alignas(kLine) Arrived {
-    std::atomic<uint64_t> number;  // of the collective; 0 if the rank has not waited yet
+    std::atomic<uint64_t> number;  // twice that of the collective, + 1 when the wait is over; 0 before the first
     std::atomic<uint64_t> name[kNameWords];
 };
 

@@ -13,9 +13,10 @@ from coordinator.calls import Calls
 from coordinator.testing import FakeGroupCoordinator
 from coordinator.testing.fake_planes import SilentStatusStore
 from device_comm.async_calls import CallHandle
-from device_comm.health import Arrival, GroupHealth
+from device_comm.health import GroupHealth
 from shm_broadcast.errors import CapabilityError, ClosedError, GroupBrokenError, PeerLostError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
+from shm_broadcast.reports.arrivals import Arrival
 from tests.handlers import alarm, handling_at
 from tests.log_records import fields_of
 from tests.waiting import sleeping_in, wait_until

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from device_comm import health as health_module
-from device_comm.health import Arrival, GroupHealth, Operation
+from device_comm.health import GroupHealth, Operation
 from shm_broadcast.errors import (
     ClosedError,
     CommTimeoutError,
@@ -18,6 +18,7 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
+from shm_broadcast.reports.arrivals import Arrival
 from shm_broadcast.reports.failure_record import FailureRecord, failure_of
 
 # Deadlines that must never matter.
@@ -183,10 +184,10 @@ def test_a_call_that_finishes_touches_no_status_store(group: Group) -> None:
     group.health.check_usable("barrier")
 
 
-def test_a_call_that_waits_says_once_where(group: Group) -> None:
-    """A call that waits for a while writes its operation and number once."""
+def test_a_call_that_waits_says_once_where_and_that_this_is_over(group: Group) -> None:
+    """A call that waits for a while writes its operation and number once, and once more when its wait is over."""
     group.health.wait(OPERATION, FakeWork(0.3), LONG_S)
-    assert group.status_store.own == [Arrival("barrier", 3)]
+    assert group.status_store.own == [Arrival("barrier", 3), Arrival("barrier", 3, is_over=True)]
 
 
 def test_point_to_point_calls_are_not_announced(group: Group) -> None:
@@ -199,7 +200,7 @@ def test_a_call_that_finishes_in_the_last_part_of_its_deadline_is_no_failure(gro
     """A call that finishes while it asks the status store succeeds; it has reported where it waits."""
     group.health.wait(OPERATION, FakeWork(0.2), 0.28)
     assert not group.health.is_broken
-    assert group.status_store.own[-1] == Arrival("barrier", 3)
+    assert group.status_store.own[-2:] == [Arrival("barrier", 3), Arrival("barrier", 3, is_over=True)]
 
 
 @pytest.mark.parametrize("pending", [None, [6]])
@@ -256,6 +257,15 @@ def test_ranks_that_wait_elsewhere_or_nowhere_are_missing(group: Group) -> None:
     assert "barrier #3 on 'tp:0' (rank 4, 0 of 4)" in str(error)
     assert "within 0.1 s" in str(error)
     assert group.status_store.failure_records[0].kind == "timeout"
+
+
+@pytest.mark.guarantee("D6")
+def test_a_rank_that_waits_in_an_earlier_call_for_a_missing_one_is_not_named(group: Group) -> None:
+    """It waits for those that have not come as far, which are to be named alone."""
+    group.status_store.others = {5: Arrival("gather", 2), 9: Arrival("barrier", 3)}
+    error = group.fails(FakeWork(), 0.05)
+    assert error.missing == (6,)
+    assert "rank 5" not in str(error)
 
 
 def test_what_a_transfer_still_waits_for_is_missing(group: Group) -> None:

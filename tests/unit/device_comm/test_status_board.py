@@ -9,7 +9,7 @@ import pytest
 
 from device_comm import _core
 from device_comm.cpu.status_board import StatusBoard
-from device_comm.health import Arrival
+from shm_broadcast.reports.arrivals import Arrival
 from shm_broadcast.reports.failure_record import FailureRecord
 
 RANKS = (2, 3, 5, 7)
@@ -91,6 +91,8 @@ def test_arrivals_and_departures_of_the_others_are_read(memory: mmap.mmap) -> No
     assert three.arrivals("shared") == {2: Arrival("x" * 56, 118)}
     assert three.arrivals("shared host") == two.arrivals("shared") == {}
     assert (three.left(), two.left()) == ((2,), ())
+    two.arrive("shared", Arrival("all_reduce", 118, is_over=True))
+    assert three.arrivals("shared") == {2: Arrival("all_reduce", 118, is_over=True)}
     for each in (two, three):
         each.close()
         assert each.arrivals("shared") == {}

@@ -239,6 +239,7 @@ class PeerWatch:
         self._looks: list[Callable[[], None]] = []
         self._holds_back: Callable[[int, str], bool] = lambda _rank, _how: False
         self._doubts: list[Callable[[], bool]] = []
+        self._suspect: Callable[[int, str], None] = lambda _rank, _how: None
         # Keeps reports and closings of several threads apart; a signal handler may run while this thread holds it, and
         # close too. `adopt` and `lost` take no lock: a handler that has interrupted `lost` may close a queue, and so
         # wait for a thread that calls either.
@@ -292,17 +293,27 @@ class PeerWatch:
         look: Callable[[], None],
         holds_back: Callable[[int, str], bool] = lambda _rank, _how: False,
         is_in_doubt: Callable[[], bool] = lambda: False,
+        suspect: Callable[[int, str], None] = lambda _rank, _how: None,
     ) -> None:
         """Call `look` whenever somebody asks who is lost; it must not block, and may call `report_all`.
 
         `holds_back` is called with each report that comes from elsewhere. If it returns True, that report is
         dropped, and a later `look` reports the rank together with those that are lost with it. `is_in_doubt`
-        must not block either; it says whether `look` may soon find ranks lost.
+        must not block either; it says whether `look` may soon find ranks lost. `suspect` is that of this object.
         """
         with self._lock:
             self._looks.append(look)
             self._holds_back = holds_back
+            self._suspect = suspect
             self._doubts.append(is_in_doubt)
+
+    def suspect(self, rank: int, how: str) -> None:
+        """Be in doubt until it is known whether the host of `rank` has vanished, which reports all of its ranks.
+
+        Nothing is reported if that host answers: a connection to `rank` has failed, whose process may live. `how` tells
+        what has failed, for errors.
+        """
+        self._suspect(rank, how)
 
     def is_in_doubt(self) -> bool:
         """Return whether ranks may soon be found lost, because something that they should answer has no answer yet."""

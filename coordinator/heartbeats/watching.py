@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from coordinator.heartbeats.links import Link, State
 from shm_broadcast.errors import NativeError
@@ -24,6 +24,14 @@ logger: logging.Logger = logging.getLogger(__name__)
 _LOOK_EVERY_S: Final = 0.05
 
 
+class _Report(NamedTuple):
+    """What was said of a rank: in which words and when, and whether its process has ended or is only suspected to."""
+
+    how: str
+    since: float
+    has_ended: bool
+
+
 class Heartbeats:
     """All links of this process in a world whose groups have one setting `lost_after_s`. Thread-safe."""
 
@@ -37,8 +45,8 @@ class Heartbeats:
         self._hosts: dict[int, set[int]] = {}
         self._store_at: set[int] = set()
         self._lost: dict[int, str] = {}
-        # Reports of others that no look has judged yet, with the time at which each came.
-        self._reports: dict[int, tuple[str, float]] = {}
+        # By rank, what no look has judged yet.
+        self._reports: dict[int, _Report] = {}
         # What is still to be logged and reported.
         self._unlogged: deque[str] = deque()
         self._untold: deque[dict[int, str]] = deque()
@@ -100,18 +108,28 @@ class Heartbeats:
             self._watches[weakref.ref(watch, self._watches.pop)] = frozenset(ranks)
             known = {rank: how for rank, how in self._lost.items() if rank in ranks}
         watch.report_all(known)
-        watch.look_with(self.look, self._hold_back, self.is_in_doubt)
+        watch.look_with(self.look, self._hold_back, self.is_in_doubt, self._suspect)
 
     def _hold_back(self, rank: int, how: str) -> bool:
         """Keep a report of `rank` until a look knows whether its host answers a beat; return False if there is no link.
 
         The store of a job with a secret reports a host that vanishes rank by rank.
         """
+        return self._ask_host_of(rank, _Report(how, time.monotonic(), has_ended=True))
+
+    def _suspect(self, rank: int, how: str) -> None:
+        """Be in doubt until a look knows whether the host of `rank` answers a beat; report nothing if it does."""
+        self._ask_host_of(rank, _Report(how, time.monotonic(), has_ended=False))
+
+    def _ask_host_of(self, rank: int, report: _Report) -> bool:
+        """Keep `report` until a look judges it, and ask the host of `rank`; return False if there is no link to it."""
         with self._lock:
             links = self._links_to(rank)
             if not links:
                 return False
-            self._reports.setdefault(rank, (how, time.monotonic()))
+            known = self._reports.get(rank)
+            if known is None or (report.has_ended and not known.has_ended):
+                self._reports[rank] = report
             for link in links:
                 link.ask()
             self._next_look = 0.0
@@ -124,8 +142,8 @@ class Heartbeats:
         return [link for partner, link in self._links.items() if partner in together]
 
     def _judge_reports(self, now: float) -> None:
-        """Pass on the reports that were held back: alone if the host answers, with all ranks of the host if not."""
-        for rank, (how, since) in list(self._reports.items()):
+        """Pass on what was reported: of the rank alone if its host answers and it has ended, else of the whole host."""
+        for rank, (how, since, has_ended) in list(self._reports.items()):
             links = self._links_to(rank)
             if any(link.is_silent() for link in links):
                 lost = self._hosts.get(rank, {rank})
@@ -133,10 +151,11 @@ class Heartbeats:
                 self._lost = dict.fromkeys(sorted(lost), how) | self._lost
             # A kernel answers for a process that reads no beats, but takes no more of them.
             elif not all(link.is_asked for link in links) or not links or now - since >= self.lost_after_s:
-                lost = {rank}
+                lost = {rank} if has_ended else set()
             else:
                 continue
-            self._untold.append(dict.fromkeys(sorted(lost), how))
+            if lost:
+                self._untold.append(dict.fromkeys(sorted(lost), how))
             self._reports.pop(rank, None)
 
     def is_in_doubt(self) -> bool:

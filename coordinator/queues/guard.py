@@ -70,12 +70,15 @@ class GroupQueueGuard:
         """Break the group and raise if more ranks are gone than those that the queue has named.
 
         When a host vanishes, the queue's connection to one of its ranks may fail before the links find all of
-        its ranks lost, earlier by the time between two beats, which is 0.5 s at most. So this waits while a
-        link is in doubt, but for at most `EXPLAIN_S`, since a link to a third host may be in doubt for
-        longer. The calls in `_NEVER_WAIT` do not wait here either.
+        its ranks lost: they count only the time for which calls have looked at them. So this asks the hosts of
+        the ranks in `named`, and waits while a link is in doubt, but for at most `EXPLAIN_S`, since a link to a
+        third host may be in doubt for longer. The calls in `_NEVER_WAIT` do not wait here either.
         """
-        within_s = 0.0 if operation.name in _NEVER_WAIT else EXPLAIN_S
-        watch, end = self._health.watch, time.monotonic() + within_s
+        watch, end = self._health.watch, time.monotonic()
+        if operation.name not in _NEVER_WAIT:
+            end += EXPLAIN_S
+            for rank in named:
+                watch.suspect(rank, "no answer from the host, to which the connection of a queue has failed")
         while True:
             # `is_in_doubt` comes first: it looks for lost ranks itself, and `lost` must see what it finds.
             is_over = not watch.is_in_doubt() or time.monotonic() >= end

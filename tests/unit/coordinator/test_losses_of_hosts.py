@@ -186,6 +186,57 @@ def test_a_reported_rank_takes_its_host_along_if_no_beat_is_answered() -> None:
         assert watch.reported(0) == "its connection has ended"
 
 
+@pytest.mark.guarantee("V1")
+def test_a_suspected_rank_takes_its_host_along_if_no_beat_is_answered() -> None:
+    """The connection of a queue may fail before anybody has looked at the link: the host is asked, and in doubt."""
+    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
+        beats[1].learn((0, 2))
+        beats[1].listen(watch, (0, 1, 2))
+        (link,) = beats[1]._links.values()
+        let_kernel_say(link, (1, 9.0))
+        assert not watch.is_in_doubt()
+        watch.suspect(2, "a connection has failed")
+        assert watch.is_in_doubt()
+        wait_until(lambda: watch.lost() == (0, 2), "the host is lost")
+        assert watch.reported(2) == "a connection has failed"
+
+
+@pytest.mark.guarantee("V3")
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_suspected_rank_is_not_lost_if_its_host_answers(has_ended: bool) -> None:
+    """The doubt ends with the answer. A report that its process has ended counts, also behind the suspicion."""
+    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
+        beats[1].learn((0, 2))
+        beats[1].listen(watch, (0, 1, 2))
+        (link,) = beats[1]._links.values()
+        beats[1].lost_after_s = PROMPT_S
+        let_kernel_say(link, (1, 0.0))
+        watch.suspect(2, "a connection has failed")
+        if has_ended:
+            watch.report(2, "says the driver")
+        watch.suspect(2, "another one has failed")
+        assert watch.is_in_doubt()
+        let_kernel_say(link, (0, 0.0))
+        wait_until(lambda: not watch.is_in_doubt(), "the host has answered")
+        assert watch.lost() == ((2,) if has_ended else ())
+        assert watch.reported(2) == ("says the driver" if has_ended else None)
+
+
+@pytest.mark.guarantee("V3")
+def test_a_suspicion_without_a_link_that_can_tell_is_no_doubt() -> None:
+    """Of a rank on this host, or where the process at the other end has gone."""
+    with joined(2) as beats, closing(PeerWatch(this_process(), {})) as watch:
+        beats[1].learn((0, 2))
+        beats[1].listen(watch, (0, 1, 2))
+        watch.suspect(1, "a connection has failed")
+        assert not watch.is_in_doubt()
+        beats[0].release("first")
+        wait_until(lambda: watch.lost() == () and not beats[1].names((0,)), "the link has ended")
+        watch.suspect(2, "a connection has failed")
+        assert not watch.is_in_doubt()
+        assert watch.lost() == ()
+
+
 @pytest.mark.guarantee("K10")
 @pytest.mark.parametrize("end", ["closed", "released", "full"])
 def test_a_report_is_not_held_back_without_a_link_that_can_tell(end: str) -> None:

@@ -25,12 +25,17 @@ class Group:
         self.also_lost = also_lost
         self.lost_at_once = lost
         self.failures = list[PeerLostError]()
+        self.suspects = list[int]()
 
     def exclusion(self, _where: str) -> None:
         return None
 
     def where(self, call: object) -> str:
         return str(call)
+
+    def suspect(self, rank: int, _how: str) -> None:
+        assert not self.failures
+        self.suspects.append(rank)
 
     def is_in_doubt(self) -> bool:
         self.doubts -= 1
@@ -60,11 +65,12 @@ def fail(group: Group, call: str = "dequeue") -> None:
 @pytest.mark.guarantee("V1")
 @pytest.mark.parametrize("doubts", [0, 5])
 def test_all_ranks_of_a_host_are_named_where_the_connection_knows_one(doubts: int) -> None:
-    """They are waited for while the links are in doubt."""
+    """Its host is asked, and they are waited for while the links are in doubt."""
     group = Group(doubts, (5,))
     with pytest.raises(PeerLostError) as raised:
         fail(group)
     assert raised.value.peers == (4, 5)
+    assert group.suspects == [4]
     assert group.failures == []
     assert group.doubts <= 0
 
@@ -94,7 +100,7 @@ def test_a_call_of_an_event_loop_waits_for_no_doubt(call: str) -> None:
     group = Group(5, (5,))
     fail(group, call)
     assert group.failures == [LOST]
-    assert group.doubts == 4
+    assert (group.doubts, group.suspects) == (4, [])
     with pytest.raises(PeerLostError) as raised:
         fail(Group(0, (5,)), call)
     assert raised.value.peers == (4, 5)

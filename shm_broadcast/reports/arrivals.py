@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -30,30 +29,32 @@ class Announcer:
     def __init__(self, arrive: Callable[[str, Arrival], None]) -> None:
         """Report by `arrive`, to which a plane and an arrival are given."""
         self._arrive = arrive
-        self._last: dict[str, Arrival] = {}
-        # Held while `arrive` runs, so that reports of several threads arrive in their order. A signal handler may make
-        # a call of another plane meanwhile.
-        self._lock = threading.RLock()
+        # By plane and number, of which only the last one is kept. No lock: a signal handler may interrupt a report, and
+        # wait for a thread that makes another one.
+        self._waits: dict[str, dict[int, Arrival]] = {}
 
     def begin_wait(self, plane: str, arrival: Arrival) -> None:
-        """Report that this rank waits in `arrival`, unless it has come to a later collective."""
-        with self._lock:
-            last = self._last.get(plane)
-            if last is None or last.number <= arrival.number:
-                self._report(plane, arrival)
+        """Report that this rank waits in `arrival`, or, if it has come to a later collective, that one again."""
+        waits = self._waits.setdefault(plane, {})
+        waits[arrival.number] = arrival
+        self._report(plane, waits)
 
     def end_wait(self, plane: str, number: int) -> None:
         """Report that the wait in the collective `number` is over, if that is the one that was reported last."""
-        if not self._last:  # no call of this group has waited for long
-            return
-        with self._lock:
-            last = self._last.get(plane)
-            if last is not None and last.number == number and not last.is_over:
-                self._report(plane, msgspec.structs.replace(last, is_over=True))
+        waits = self._waits.get(plane, {})
+        if (ended := waits.get(number)) is not None and not ended.is_over:
+            waits[number] = msgspec.structs.replace(ended, is_over=True)
+            self._report(plane, waits)
 
-    def _report(self, plane: str, arrival: Arrival) -> None:
-        self._last[plane] = arrival
-        self._arrive(plane, arrival)
+    def _report(self, plane: str, waits: dict[int, Arrival]) -> None:
+        """Report the last of `waits`, and drop the others."""
+        told: Arrival | None = None
+        # If another thread reports meanwhile, this report may overtake that one: look again.
+        while (last := max(list(waits.values()), key=lambda each: each.number)) is not told:
+            for number in [each for each in list(waits) if each < last.number]:
+                waits.pop(number, None)
+            self._arrive(plane, last)
+            told = last
 
 
 def late_for(number: int, ranks: Sequence[int], arrivals: Mapping[int, Arrival]) -> list[int]:

@@ -315,6 +315,8 @@ class GroupHealth:
             self.shown.wait(operation, work, timeout_s, self._wait)
         except BaseException as error:
             explained = self._explained(operation, error, work.pending)
+            if not (self._closed or self.is_broken):  # a rank has refused the call, and the group goes on
+                self._announcer.end_wait(operation.plane, operation.number)
             if explained is None:
                 raise
             raise explained from error

@@ -15,7 +15,7 @@ class Arrival(msgspec.Struct, frozen=True):
     Attributes:
         operation: Its name.
         number: Its number; at least 1.
-        is_over: Whether that wait has ended well. A call of several rounds waits in each of them.
+        is_over: Whether that wait has ended and the group goes on. A call of several rounds waits in each of them.
     """
 
     operation: str

@@ -13,6 +13,7 @@ from device_comm.health import GroupHealth, Operation
 from shm_broadcast.errors import (
     ClosedError,
     CommTimeoutError,
+    DisagreementError,
     GroupBrokenError,
     NativeError,
     PeerLostError,
@@ -190,6 +191,17 @@ def test_a_call_that_waits_says_once_where_and_that_this_is_over(group: Group) -
     assert group.status_store.own == [Arrival("barrier", 3), Arrival("barrier", 3, is_over=True)]
 
 
+@pytest.mark.guarantee("D6", "D69")
+def test_a_refused_call_says_that_its_wait_is_over(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group goes on, and a later call must not take this rank for one that still waits here."""
+    looks, refused = iter([None] * 9), DisagreementError("refused")
+    monkeypatch.setattr(group.health.refusals, "found", lambda *_: next(looks, refused))
+    with pytest.raises(DisagreementError):
+        group.health.wait(OPERATION, FakeWork(), LONG_S)
+    group.health.check_usable("barrier")
+    assert group.status_store.own == [Arrival("barrier", 3), Arrival("barrier", 3, is_over=True)]
+
+
 def test_point_to_point_calls_are_not_announced(group: Group) -> None:
     """Point-to-point calls have no number to compare and are not written."""
     group.health.wait(Operation("host", "recv_object from rank 5", 0), FakeWork(0.3), None)
@@ -214,11 +226,8 @@ def test_asking_the_status_store_is_part_of_the_deadline(group: Group, pending: 
 def test_numbers_count_the_collectives_of_each_plane(group: Group) -> None:
     """Neither point-to-point nor refused calls are counted."""
     begin = group.health.begin
-    assert [begin("host", "barrier").number, begin("device", "x").number, begin("host", "y").number] == [
-        1,
-        1,
-        2,
-    ]
+    calls = [begin("host", "barrier"), begin("device", "x"), begin("host", "y")]
+    assert [call.number for call in calls] == [1, 1, 2]
     assert group.health.begin_point_to_point("host", "send").number == 0
     assert str(begin("host", "gather")) == "gather #3"
     assert str(Operation("host", "send to rank 5", 0)) == "send to rank 5"
@@ -257,15 +266,6 @@ def test_ranks_that_wait_elsewhere_or_nowhere_are_missing(group: Group) -> None:
     assert "barrier #3 on 'tp:0' (rank 4, 0 of 4)" in str(error)
     assert "within 0.1 s" in str(error)
     assert group.status_store.failure_records[0].kind == "timeout"
-
-
-@pytest.mark.guarantee("D6")
-def test_a_rank_that_waits_in_an_earlier_call_for_a_missing_one_is_not_named(group: Group) -> None:
-    """It waits for those that have not come as far, which are to be named alone."""
-    group.status_store.others = {5: Arrival("gather", 2), 9: Arrival("barrier", 3)}
-    error = group.fails(FakeWork(), 0.05)
-    assert error.missing == (6,)
-    assert "rank 5" not in str(error)
 
 
 def test_what_a_transfer_still_waits_for_is_missing(group: Group) -> None:

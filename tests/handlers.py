@@ -1,18 +1,23 @@
 """Run a signal handler, or what one may do, after a time or at every place of a call where Python would run it."""
 
 import gc
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import FrameType
 from typing import Any
 
+from tests.waiting import sleeping_in, wait_until
+
 __all__ = [
     "PLACES",
     "Interrupt",
     "alarm",
+    "alarm_in",
     "handling_at",
     "handling_where",
     "is_swallowing",
@@ -69,6 +74,29 @@ def alarm(after_s: float, handler: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def alarm_in(function: str, handler: Callable[[], object]) -> Iterator[None]:
+    """Let a signal handler call `handler` once in the block, when this thread sleeps in a function of that name.
+
+    An alarm after some time may come before the call has begun to wait, if the machine is busy.
+    """
+
+    def strike() -> None:
+        wait_until(lambda: is_over.is_set() or sleeping_in(function) > 0, f"the wait in {function}")
+        if not is_over.is_set():
+            os.kill(os.getpid(), signal.SIGALRM)
+
+    is_over, thread = threading.Event(), threading.Thread(target=strike)
+    before = signal.signal(signal.SIGALRM, lambda *_: handler())
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
         signal.signal(signal.SIGALRM, before)
 
 

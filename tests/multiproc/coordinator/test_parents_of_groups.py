@@ -18,7 +18,7 @@ from coordinator.parallel_state import (
     init_distributed_environment,
 )
 from device_comm.health import GroupHealth
-from tests.handlers import Interrupt, alarm
+from tests.handlers import Interrupt, alarm_in
 from tests.harness import RankPool
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -50,7 +50,7 @@ def interrupted(group: GroupCoordinator) -> None:
         raise Interrupt
 
     try:
-        with alarm(0.1, interrupt):
+        with alarm_in("_wait", interrupt):
             group.recv(torch.Size([1]), torch.float32, 0)
     except Interrupt:
         return
@@ -188,7 +188,7 @@ def closes(rank: int, world_size: int, directory: Path) -> dict[str, Any] | None
         if rank == 1:
             wait_until((directory / "has-ended").exists, "the error of rank 0")
             return None
-        with alarm(0.1, group.destroy):
+        with alarm_in("agree", group.destroy):
             found = outcome_of(lambda: group.create_subgroup([0]))
         (directory / "has-ended").touch()
         return found

@@ -5,19 +5,21 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import FrameType
 from typing import Any
 
-from tests.waiting import sleeping_in, wait_until
+from tests.waiting import sleeping_in
 
 __all__ = [
     "PLACES",
     "Interrupt",
     "alarm",
     "alarm_in",
+    "ctrl_c",
     "handling_at",
     "handling_where",
     "is_swallowing",
@@ -42,6 +44,11 @@ PLACES = (
     ),
 )
 """The files of remote readers, in which a handler runs unless a test names others."""
+
+
+def ctrl_c() -> None:
+    """Raise what Ctrl-C raises."""
+    raise KeyboardInterrupt
 
 
 def is_swallowing(frame: FrameType | None) -> bool:
@@ -81,15 +88,19 @@ def alarm(after_s: float, handler: Callable[[], object]) -> Iterator[None]:
 def alarm_in(function: str, handler: Callable[[], object]) -> Iterator[None]:
     """Let a signal handler call `handler` once in the block, when this thread sleeps in a function of that name.
 
-    An alarm after some time may come before the call has begun to wait, if the machine is busy.
+    An alarm after some time may come before the call has begun to wait, if the machine is busy. A thread that waits for
+    Python's lock sleeps too, but not in the next look.
     """
 
     def strike() -> None:
-        wait_until(lambda: is_over.is_set() or sleeping_in(function) > 0, f"the wait in {function}")
+        looks = 0
+        while looks < 2 and not is_over.is_set():
+            looks = looks + 1 if sleeping_in(function, this) else 0
+            time.sleep(0.005)
         if not is_over.is_set():
             os.kill(os.getpid(), signal.SIGALRM)
 
-    is_over, thread = threading.Event(), threading.Thread(target=strike)
+    is_over, this, thread = threading.Event(), threading.current_thread(), threading.Thread(target=strike)
     before = signal.signal(signal.SIGALRM, lambda *_: handler())
     thread.start()
     try:

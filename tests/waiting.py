@@ -82,12 +82,17 @@ def running(name: str | None = None) -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.is_alive() and name in (None, each.name)]
 
 
-def sleeping_in(function: str) -> int:
-    """Return how many other threads of this process sleep in the kernel in a call of a Python function of that name."""
+def sleeping_in(function: str, who: threading.Thread | None = None) -> int:
+    """Return how many other threads of this process sleep in the kernel in a call of a Python function of that name.
+
+    Args:
+        function: The name.
+        who: Look at this thread alone.
+    """
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # a cycle would keep the objects of all frames until the collector runs
     found = 0
-    for thread in threading.enumerate():
+    for thread in threading.enumerate() if who is None else [who]:
         frame = frames.get(thread.ident or 0)
         while frame is not None and frame.f_code.co_name != function:
             frame = frame.f_back

@@ -25,7 +25,7 @@ from coordinator.elastic.protocol import agree_on_members
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
 from coordinator.layout import ParallelLayout
-from tests.handlers import handling_at
+from tests.handlers import alarm_in, handling_at
 from tests.harness import RankPool
 from tests.ports import free_port
 from tests.rank_exit import RankExit
@@ -315,14 +315,13 @@ def fork_in_a_creation(rank: int, world_size: int, directory: Path, method: str,
         part = group.create_subgroup([0, 1])
     else:
 
-        def handle(_number: int, _frame: FrameType | None) -> None:
+        def handle() -> None:
             if fork() == 0 and does == "raises":
                 raise RankExit(0)
 
-        signal.signal(signal.SIGALRM, handle)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
         try:
-            part = group.create_subgroup([0, 1])
+            with alarm_in("create_subgroup", handle):
+                part = group.create_subgroup([0, 1])
         except BaseException as raised:
             error = raised
         if os.getpid() != parent:
@@ -354,16 +353,15 @@ def fork_while_members_agree(rank: int, world_size: int, directory: Path, does: 
     """Let a handler fork while this member waits for another that never comes."""
     store, parent, report = dist.HashStore(), os.getpid(), directory / f"report-{rank}"
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
+    def handle() -> None:
         if fork() == 0 and does == "raises":
             raise RankExit(0)
 
-    signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
     ended: Any = None
     try:
         driver = Driver(store, 0, mock.Mock(dead=frozenset), Deadlines(1.0), "here")
-        ended = driver.run(agree_on_members(0, 0, (0, 1)))
+        with alarm_in("run", handle):
+            ended = driver.run(agree_on_members(0, 0, (0, 1)))
     except BaseException as raised:
         ended = raised
     keys = [key for key in ("1/present/0", "1/confirm/0", "1/members") if store.check([key])]

@@ -21,6 +21,7 @@ from coordinator import (
     PeerLostError,
     UsageError,
 )
+from tests.handlers import alarm_in
 from tests.harness import RankPool
 from tests.samples import sampled
 from tests.waiting import wait_until
@@ -154,17 +155,35 @@ KINDS: tuple[type[BaseException], ...] = (AlarmError, KeyboardInterrupt)
 """What handlers raise, in turn; the second is that of Ctrl-C."""
 
 
-def strike_in(group: GroupCoordinator, kind: type[BaseException] = AlarmError) -> Callable[[], None]:
-    """Return a handler that raises as soon as a collective has begun; a slow machine may not have come so far."""
-    before = begun(group)
+def once_begun(
+    group: GroupCoordinator, act: Callable[[], object], told: Path | None = None
+) -> Callable[[], None]:
+    """Return a handler that acts as soon as a collective has begun, then makes the file `told`.
 
-    def strike() -> None:
+    On a slow machine the collective may not have begun yet at the first signal.
+    """
+    before, has_acted = begun(group), False
+
+    def handler() -> None:
+        nonlocal has_acted
         if begun(group) == before:
             signal.setitimer(signal.ITIMER_REAL, 0.00005)
-            return
+        elif not has_acted:
+            has_acted = True
+            act()
+            if told:
+                told.touch()
+
+    return handler
+
+
+def strike_in(group: GroupCoordinator, kind: type[BaseException] = AlarmError) -> Callable[[], None]:
+    """Return a handler that raises as soon as a collective has begun."""
+
+    def strike() -> None:
         raise kind("struck")
 
-    return strike
+    return once_begun(group, strike)
 
 
 def struck(
@@ -296,11 +315,11 @@ def struck_message(rank: int, world_size: int, directory: Path, name: str) -> No
         raise AlarmError("struck")
 
     with world(rank, world_size, directory) as everyone:
-        for number, after_s in enumerate((0.1, 0.2)):
+        for number in range(2):
             with new_group(everyone, f"g{number}") as group:
                 meet(rank, range(world_size), directory, f"created {number}")
                 if rank == 0:
-                    with pytest.raises(AlarmError, match="^struck$"), alarm(strike, after_s):
+                    with pytest.raises(AlarmError, match="^struck$"), alarm_in(name, strike):
                         call(group.device_communicator)
                     with pytest.raises(GroupBrokenError) as broken:
                         call(group.device_communicator)
@@ -357,24 +376,24 @@ def nested(rank: int, world_size: int, directory: Path, is_direct: bool) -> None
                     refusals.append(str(error))
 
         if rank == 0:
-            for after_s in (0.01, 0.2):
-                with alarm(call_inside, after_s):
+            for number, after_s in enumerate(STRIKES_S):
+                with alarm(once_begun(owner, call_inside, directory / f"called {number}"), after_s):
                     assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
             with (
                 pytest.raises(UsageError, match="^all_reduce .* on the same thread"),
-                alarm(lambda: group.all_reduce(torch.ones(4)), 0.01),
+                alarm(once_begun(owner, lambda: group.all_reduce(torch.ones(4))), 0.01),
             ):
                 group.all_reduce(torch.ones(4))
             meet(rank, range(world_size), directory, "left")
         else:
-            for _ in range(2):
-                time.sleep(0.5)
+            for number in range(len(STRIKES_S)):
+                wait_until((directory / f"called {number}").exists, "the handler's calls")
                 assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
             meet(rank, range(world_size), directory, "left")
             with pytest.raises(PeerLostError, match=r"interrupted: rank 0 .*UsageError"):
                 group.all_reduce(torch.ones(4))
         everyone.barrier()
-    assert len(refusals) == (4 if rank == 0 else 0)
+    assert len(refusals) == (2 * len(STRIKES_S) if rank == 0 else 0)
     assert all("called by a signal handler or a finalizer" in each for each in refusals)
     assert all(each.startswith("all_reduce ") for each in refusals), refusals
 
@@ -426,10 +445,10 @@ def harmless(rank: int, world_size: int, directory: Path, is_in_turn: bool) -> N
                 group.send(torch.ones(3), 0)
             meet(rank, range(world_size), directory, f"turn {number}")
             if rank == 0:
-                with alarm(call_inside, after_s):
+                with alarm(once_begun(group, call_inside, directory / f"called {number}"), after_s):
                     call_in_turn()
             else:
-                time.sleep(0.5)
+                wait_until((directory / f"called {number}").exists, "the handler's calls")
                 call_in_turn()
                 # The refused barrier is on another plane than the sum that it interrupts, and takes its number there.
                 with pytest.raises(DisagreementError, match="rank 0 refused barrier"):
@@ -453,7 +472,7 @@ def cut_message(rank: int, world_size: int, directory: Path) -> None:
         if rank == 0:
             with (
                 pytest.raises(UsageError, match="inside of a call that sends to rank 1 already"),
-                alarm(lambda: group.send_object("from the handler", 1), 0.2),
+                alarm_in("send", lambda: group.send_object("from the handler", 1)),
             ):
                 group.send(torch.ones(1 << 20), 1)
             with pytest.raises(GroupBrokenError) as broken:

@@ -23,7 +23,7 @@ from coordinator.security.store import secured
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import CommTimeoutError, NativeError, UsageError
 from shm_broadcast.liveness import fork_count
-from tests.handlers import Interrupt, alarm, handling_at, raising_at
+from tests.handlers import Interrupt, alarm_in, handling_at, raising_at
 from tests.harness import RankPool
 from tests.leaks import Snapshot, leaked_since
 from tests.ports import free_port, listening_ports
@@ -142,7 +142,7 @@ def test_ctrl_c_while_rank_0_waits_for_the_others_to_leave_ends_its_store(tmp_pa
     others = listening_ports()
     keep(join_address(HERE, port, 0, 2, settings))
     other = join_address(HERE, port, 1, 2, settings)
-    with pytest.raises(StruckError), alarm(0.03, strike):
+    with pytest.raises(StruckError), alarm_in("leave_world", strike):
         leave_world()
     assert listening_ports() == others
     with pytest.raises(dist.DistNetworkError, match="rank 0 has left"):
@@ -254,7 +254,7 @@ def destroyed_by_a_handler(rank: int, world_size: int, directory: Path) -> list[
 
     for handler in (join_destroy_and_strike, destroy_distributed_environment):
         try:
-            with alarm(0.2, handler):
+            with alarm_in("init_distributed_environment", handler):
                 start()
         except (StruckError, CommTimeoutError) as error:
             found.append(type(error).__name__)

@@ -16,6 +16,7 @@ from coordinator.parallel_state import (
 from coordinator.security import store as secured_store
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import DecodeError
+from tests.handlers import alarm_in, ctrl_c
 from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
 from tests.secured import HERE
@@ -85,11 +86,11 @@ def test_a_rank_that_makes_no_queue_is_named(ranks2: RankPool) -> None:
 def one_is_interrupted(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
     group = join(rank, world_size, directory, port)
     if rank == 0:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with alarm_in("queue_of", ctrl_c):
+            found = queue_of(group)
     else:
         meet(rank, range(world_size), directory, "interrupted")
-    found = queue_of(group)
+        found = queue_of(group)
     if rank == 0:
         meet(rank, range(world_size), directory, "interrupted")
     meet(rank, range(world_size), directory, "looked")

@@ -21,7 +21,7 @@ from coordinator.security.secret import LEAST_BYTES, MOST_BYTES, Secret, from_de
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.threads import DaemonThread
-from tests.handlers import Interrupt, raising_at
+from tests.handlers import Interrupt, alarm_in, raising_at
 from tests.leaks import Snapshot, leaked_since
 from tests.waiting import wait_until
 
@@ -277,39 +277,24 @@ def test_a_signal_handler_opens_the_secret_that_is_being_read() -> None:
     reading, writing = os.pipe()
     by_handler: list[Secret] = []
 
-    def handler(_number: int, _frame: object) -> None:
+    def handler() -> None:
         os.write(writing, VALUE)
         os.close(writing)
         by_handler.append(from_descriptor(reading))
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    main = threading.get_ident()
-    strike = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGUSR1))
-    try:
-        strike.start()
+    with alarm_in("from_descriptor", handler):
         assert [from_descriptor(reading)] == by_handler
-    finally:
-        strike.join()
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_an_interrupted_reader_loses_nothing() -> None:
     """What a handler raises ends the call, and the next one gets the secret."""
     reading, writing = os.pipe()
 
-    def handler(_number: int, _frame: object) -> None:
+    def handler() -> None:
         raise Interrupt
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    main = threading.get_ident()
-    strike = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGUSR1))
-    try:
-        strike.start()
-        with pytest.raises(Interrupt):
-            from_descriptor(reading)
-    finally:
-        strike.join()
-        signal.signal(signal.SIGUSR1, before)
+    with alarm_in("from_descriptor", handler), pytest.raises(Interrupt):
+        from_descriptor(reading)
     os.write(writing, VALUE)
     os.close(writing)
     assert from_descriptor(reading).derive("rank", "r", 1) == Secret(VALUE).derive("rank", "r", 1)

@@ -1,6 +1,5 @@
 """The store of a job does what torch's stores do, for several threads and for Gloo, and its waits end."""
 
-import signal
 import socket
 import threading
 import time
@@ -22,6 +21,7 @@ from coordinator.security.records import LONGEST_QUESTION
 from coordinator.security.store import SecuredStore, generation_facts, secured
 from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import CommTimeoutError, UsageError
+from tests.handlers import alarm_in
 from tests.leaks import Snapshot, leaked_since
 from tests.ports import free_port, listening_addresses
 from tests.relay import relay_to
@@ -322,22 +322,16 @@ class StruckError(Exception):
     """Raised by a signal handler."""
 
 
-def strike(number: int, frame: object) -> None:
+def strike() -> None:
     raise StruckError
 
 
 def test_a_signal_handler_may_raise_in_a_wait(pair: tuple[SecuredStore, SecuredStore]) -> None:
     """The exception arrives as it is, also through C++, and the store answers the next question."""
-    before = signal.signal(signal.SIGALRM, strike)
-    try:
-        for store in (pair[1], dist.PrefixStore("p", pair[1])):
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(StruckError):
-                store.wait(["never"], timedelta(seconds=60))
-            assert not store.check(["never"])
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    for store in (pair[1], dist.PrefixStore("p", pair[1])):
+        with alarm_in("wait", strike), pytest.raises(StruckError):
+            store.wait(["never"], timedelta(seconds=60))
+        assert not store.check(["never"])
 
 
 def test_a_forked_child_cannot_use_it(

@@ -19,7 +19,7 @@ from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.remote.writer import RemoteWriter
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings
-from tests.handlers import PLACES, Interrupt, handling_at, raising_at
+from tests.handlers import PLACES, Interrupt, alarm_in, ctrl_c, handling_at, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
 from tests.remotes import HERE, MEGABYTE, out_of_reach, remote_queue
@@ -132,14 +132,9 @@ def test_ctrl_c_ends_the_close_of_a_writer_whose_reader_is_out_of_reach() -> Non
     """It ends the wait for the reader soon, though the reader has two minutes, and nothing is left."""
     before = descriptors()
     with out_of_reach() as writer:
-        handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
         start = time.monotonic()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                writer.close()
-        finally:
-            signal.signal(signal.SIGALRM, handler)
+        with alarm_in("close", ctrl_c), pytest.raises(KeyboardInterrupt):
+            writer.close()
         assert time.monotonic() - start < 30.0
         assert not threads_of(writer._remote)
         writer.close()

@@ -1,7 +1,6 @@
 """The queue's transport to readers on other hosts: `close`, forked children and Ctrl-C."""
 
 import os
-import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import ClosedError, CommTimeoutError, UsageError
 from shm_broadcast.queue import QueueWriter
+from tests.handlers import alarm_in, ctrl_c
 from tests.queue_ranks import DEADLINE_S, blob
 from tests.queues import background
 from tests.remotes import HERE, counted, out_of_reach, remote_queue, until_full
@@ -99,24 +99,19 @@ def test_a_forked_child_is_inert(end: Callable[[], None]) -> None:
         assert readers[1].dequeue(DEADLINE_S) == "after"
 
 
-def interrupted(call: Callable[[], Any]) -> None:
-    """Interrupt `call` after 0.1 s, as Ctrl-C does."""
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            call()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+def interrupted(call: Callable[[], Any], waits_in: str) -> None:
+    """Interrupt the wait in `call` as Ctrl-C does."""
+    with alarm_in(waits_in, ctrl_c), pytest.raises(KeyboardInterrupt):
+        call()
 
 
 @pytest.mark.guarantee("R7")
 def test_ctrl_c_ends_every_wait_and_the_queue_goes_on() -> None:
     """An interrupted `enqueue` has sent nothing, and an interrupted `dequeue` has lost nothing."""
     with remote_queue(high_water_bytes=64 << 10) as (writer, readers):
-        interrupted(readers[1].dequeue)
+        interrupted(readers[1].dequeue, "dequeue")
         sent, _ = until_full(writer, blob(0, 30_000), 0.05)
-        interrupted(lambda: writer.enqueue(blob(0, 60_000)))
+        interrupted(lambda: writer.enqueue(blob(0, 60_000)), "enqueue")
         counted(readers[1], sent)
         writer.enqueue("after", DEADLINE_S)
         assert readers[1].dequeue(DEADLINE_S) == "after"

@@ -15,7 +15,7 @@ from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import CommTimeoutError, UsageError
 from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
 from shm_broadcast.remote.ledger import Ledger, Part
-from tests.handlers import PLACES, Interrupt, handling_at, raising_at
+from tests.handlers import PLACES, Interrupt, alarm_in, handling_at, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
 from tests.remotes import HERE, remote_queue
@@ -23,23 +23,18 @@ from tests.samples import sampled
 from tests.waiting import wait_until
 
 
-def while_alarmed(nested: Callable[[], Any], call: Callable[[], Any]) -> list[str]:
-    """Run `call`, in which a handler calls `nested` after 0.2 s; return what that one raised."""
+def while_alarmed(nested: Callable[[], Any], call: Callable[[], Any], waits_in: str) -> list[str]:
+    """Run `call`, in which a handler calls `nested` during the wait; return what that one raised."""
     errors: list[str] = []
 
-    def handler(_number: int, _frame: FrameType | None) -> None:
+    def handler() -> None:
         try:
             nested()
         except UsageError as error:
             errors.append(str(error))
 
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    try:
+    with alarm_in(waits_in, handler):
         call()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     return errors
 
 
@@ -63,7 +58,7 @@ def test_a_handler_cannot_read_inside_of_a_remote_read(call: str) -> None:
             with pytest.raises(CommTimeoutError):
                 reader.dequeue(0.6)
 
-        errors = while_alarmed(nested, read)
+        errors = while_alarmed(nested, read, "dequeue")
         assert len(errors) == 1
         assert errors[0].startswith(f"{call} on queue")
         writer.enqueue("next", DEADLINE_S)
@@ -85,7 +80,7 @@ def test_a_handler_cannot_write_inside_of_a_write_to_remote_readers() -> None:
             except CommTimeoutError:
                 return
 
-        errors = while_alarmed(lambda: writer.enqueue("nested", 0.1), write)
+        errors = while_alarmed(lambda: writer.enqueue("nested", 0.1), write, "enqueue")
         assert len(errors) == 1
         assert errors[0].startswith("enqueue on queue")
         assert [readers[1].dequeue(DEADLINE_S)[0] for _ in range(sent)] == list(range(sent))

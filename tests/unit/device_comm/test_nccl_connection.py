@@ -20,7 +20,7 @@ from shm_broadcast.errors import ClosedError, NcclError, PeerLostError
 from shm_broadcast.liveness import PeerWatch
 from shm_broadcast.reports.failure_record import FailureRecord
 from tests.channels import QuietStore, QuietWatch
-from tests.crash.test_interrupted_collectives import alarm
+from tests.handlers import alarm_in
 from tests.nccl_ranks import FakeProgress, HostStreams
 from tests.queues import background
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError
@@ -369,7 +369,7 @@ def test_a_close_that_a_handler_interrupts_is_done_nevertheless() -> None:
     def strike() -> None:
         raise AlarmError("struck")
 
-    with pytest.raises(AlarmError), alarm(strike, 0.1):
+    with pytest.raises(AlarmError), alarm_in("close", strike):
         connection.close()
     assert not library.is_freed
     progress.stuck = False
@@ -389,7 +389,7 @@ def test_a_second_close_waits_for_what_the_first_has_left() -> None:
     def strike() -> None:
         raise AlarmError("struck")
 
-    with suppress(AlarmError), alarm(strike, 0.1):
+    with suppress(AlarmError), alarm_in("close", strike):
         connection.close()
 
     def finish() -> None:

@@ -21,7 +21,7 @@ from shm_broadcast.layout import ReaderState
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.status.kept_pages import _Kept
 from shm_broadcast.threads import made_aside
-from tests.handlers import PLACES, Interrupt, alarm, raising_at
+from tests.handlers import PLACES, Interrupt, alarm_in, raising_at
 from tests.queues import memory_of, queue
 from tests.remotes import HERE, remote_queue
 from tests.waiting import wait_until
@@ -127,7 +127,7 @@ def test_an_interrupt_ends_the_wait_for_a_silent_writer() -> None:
         silent.listen()
         handle = msgspec.structs.replace(writer.handle, address=address)
         before, start = open_now(), time.monotonic()
-        with pytest.raises(Interrupt), alarm(0.1, interrupt):
+        with pytest.raises(Interrupt), alarm_in("open", interrupt):
             QueueReader.open(handle, writer.key, 0, 30.0)
         assert time.monotonic() - start < 5.0
         wait_until(lambda: open_now() <= before, "the end of the thread")
@@ -142,7 +142,7 @@ def test_what_is_made_for_nobody_is_dropped_by_who_makes_it() -> None:
         may_end.wait()
         return "made"
 
-    with pytest.raises(Interrupt), alarm(0.05, interrupt):
+    with pytest.raises(Interrupt), alarm_in("made_aside", interrupt):
         made_aside(make, dropped.append, interrupt)
     assert not dropped
     may_end.set()
@@ -161,7 +161,7 @@ def test_a_forked_child_is_not_given_what_its_parent_makes() -> None:
 
     made = status = None
     try:
-        with alarm(0.05, lambda: children.append(os.fork())):
+        with alarm_in("made_aside", lambda: children.append(os.fork())):
             made = made_aside(make, lambda _: None, lambda: None)
     except UsageError:
         status = 7

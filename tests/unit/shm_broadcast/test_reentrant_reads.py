@@ -15,7 +15,7 @@ from shm_broadcast import codec
 from shm_broadcast.errors import CommTimeoutError, DecodeError, UsageError
 from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
 from shm_broadcast.settings import MIN_RING_BYTES
-from tests.handlers import alarm
+from tests.handlers import alarm_in
 from tests.queues import background, queue
 from tests.waiting import sleeping_in, wait_until
 
@@ -97,6 +97,8 @@ OUTER: dict[str, Read] = {
     "loan": lend,
     "exchange": exchange,
 }
+WAITS = {"dequeue": "dequeue", "typed": "dequeue", "loan": "lend", "exchange": "exchange"}
+"""The name of a function in which each of these waits."""
 
 
 class Refused:
@@ -157,7 +159,7 @@ def test_a_handler_cannot_read_inside_of_a_waiting_read(
             for number in range(3):
                 writer.enqueue(number)
 
-        with background(send), alarm(0.1, refused):
+        with background(send), alarm_in(WAITS[outer], refused):
             assert OUTER[outer](reader, timeout_s) == 0
         assert [reader.dequeue(RESCUE_S) for _ in range(2)] == [1, 2]
         refused.check(inner)
@@ -171,7 +173,7 @@ def test_a_refused_read_of_a_handler_leaves_the_name_of_the_outer_call(outer: st
     with queue() as (_, [reader]):
         refused = Refused(lambda: lend(reader, None))
         late = pytest.raises(CommTimeoutError, match=f"^{outer} on queue")
-        with rescued(reader), late, alarm(0.1, refused):
+        with rescued(reader), late, alarm_in(WAITS[outer], refused):
             OUTER[outer](reader, 0.4)
         refused.check("loan")
 
@@ -183,7 +185,7 @@ def test_a_refusal_that_a_handler_lets_through_ends_the_read_and_loses_nothing(o
     with queue() as (writer, [reader]), rescued(reader):
         with (
             pytest.raises(UsageError, match="^dequeue on queue 'steps' .*inside of a call"),
-            alarm(0.1, lambda: reader.dequeue(None)),
+            alarm_in(WAITS[outer], lambda: reader.dequeue(None)),
         ):
             OUTER[outer](reader, None)
         writer.enqueue("next")
@@ -265,7 +267,7 @@ def test_another_thread_may_read_while_one_is_inside() -> None:
             for number in range(2):
                 writer.enqueue(number)
 
-        with background(read_beside) as beside, background(send), alarm(0.1, refused):
+        with background(read_beside) as beside, background(send), alarm_in("dequeue", refused):
             own = reader.dequeue(None)
         assert sorted((own, beside[0][1])) == [0, 1]
         refused.check("try_dequeue")

@@ -22,6 +22,7 @@ from shm_broadcast.settings import MIN_RING_BYTES
 from tests.harness import run_ranks
 from tests.queues import background, queue
 from tests.remotes import remote_queue
+from tests.waiting import sleeping_in, wait_until
 
 
 @dataclass
@@ -455,24 +456,26 @@ def test_a_refused_call_of_a_handler_does_not_cut_a_long_message(*, interval_s: 
         while len(messages) < 2:
             messages.append(reader.dequeue(20.0))
 
+    def strike() -> None:
+        # The reader takes nothing yet, so the handler runs while the rest of the message waits for room.
+        wait_until(lambda: sleeping_in("enqueue", main), "the wait for room")
+        signal.setitimer(signal.ITIMER_REAL, 0.01, interval_s)
+        wait_until(lambda: len(refusals) > (3 if interval_s else 0), "the handler's calls")
+        begun.set()
+
     messages: list[Any] = []
-    begun = threading.Event()
+    begun, main = threading.Event(), threading.current_thread()
     long = bytes(range(256)) * 8192
     made: Any = remote_queue(local=[0]) if is_far else queue(ring_bytes=4 * MIN_RING_BYTES)
-    with made as (writer, readers), background(read):
+    with made as (writer, readers), background(read), background(strike):
         reader = readers[0]
         before = signal.signal(signal.SIGALRM, nested)
-        release = threading.Timer(0.4, begun.set)
-        release.start()
-        signal.setitimer(signal.ITIMER_REAL, 0.1, interval_s)
         try:
-            # The reader takes nothing yet, so the handler runs while the rest of the message waits for room.
             with pytest.raises(UsageError, match="inside of a call on the queue already"):
                 writer.enqueue(long, 20.0)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, before)
-            release.join()
         writer.enqueue("next", 20.0)
         if is_far:
             assert [readers[1].dequeue(20.0) for _ in range(2)] == [long, "next"]

@@ -21,8 +21,8 @@ def test_this_process_is_described() -> None:
     assert before.cpu_ns > 0
     assert before.read_bytes is not None
     Path(__file__).read_bytes()
-    end = time.monotonic() + 0.1
-    while time.monotonic() < end:
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
         pass
     after = look_at(os.getpid())
     assert after is not None

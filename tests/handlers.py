@@ -89,7 +89,7 @@ def alarm_in(function: str, handler: Callable[[], object]) -> Iterator[None]:
     """Let a signal handler call `handler` once in the block, when this thread sleeps in a function of that name.
 
     An alarm after some time may come before the call has begun to wait, if the machine is busy. A thread that waits for
-    Python's lock sleeps too, but not in the next look.
+    Python's lock sleeps too, therefore two looks in a row must find it asleep.
     """
 
     def strike() -> None:

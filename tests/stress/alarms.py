@@ -50,6 +50,7 @@ class Alarms:
         self.may_strike = may_strike
         self._is_armed = False
         self._is_place: Callable[[FrameType | None], bool] = _anywhere
+        self._is_looking = False
         self._is_interrupted = False
         self._random = random.Random(seed)
         self._every_s = 0.0
@@ -67,12 +68,21 @@ class Alarms:
         self.count += 1
         if self._is_interrupted:
             self.interrupt(number, frame)
-        if self._is_armed and not self._is_place(frame):
-            self._come_later()
-        elif self._is_armed:
+        if self._is_armed and not self._is_looking:
+            self._strike_or_come_later(frame)
+
+    def _strike_or_come_later(self, frame: FrameType | None) -> None:
+        # On a busy machine the next signal comes during this look, which would go ever deeper.
+        self._is_looking = True
+        try:
+            may_raise = self._is_place(frame)
+        finally:
+            self._is_looking = False
+        if may_raise and self._is_armed:
             self._is_armed = False
             self.strikes += 1
             raise StrikeError("struck")
+        self._come_later()
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT as Python does by default, but a little later where Python would swallow what this raises."""

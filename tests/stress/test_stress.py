@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import random
+import time
+from types import FrameType
 
 import pytest
 
@@ -37,6 +39,34 @@ def test_a_read_of_an_event_loop_is_struck_and_loses_nothing(
             with background(write):
                 for number, expected in enumerate(messages):
                     queue_reads.read_next(reader, expected, alarms, own, f"message {number}")
+
+
+def test_signals_that_come_faster_than_their_place_is_found_do_not_nest() -> None:
+    """The look at a long stack may take longer than the time to the next signal; then its look went ever deeper."""
+    depth = deepest = looks = 0
+
+    def is_place(_frame: FrameType | None) -> bool:
+        nonlocal depth, deepest, looks
+        depth, looks = depth + 1, looks + 1
+        deepest = max(deepest, depth)
+        end = time.monotonic() + 0.005
+        while depth < 10 and time.monotonic() < end:
+            pass
+        depth -= 1
+        return looks > STRIKES
+
+    def wait() -> None:
+        while True:
+            time.sleep(0.001)
+
+    alarms = Alarms("nested", may_strike=True)
+    with contextlib.ExitStack() as ends:
+        ends.callback(alarms.end)
+        while alarms._every_s != 0.0003:
+            alarms.change()
+        assert alarms.strike(wait, is_place)
+    assert looks > STRIKES
+    assert deepest == 1
 
 
 @pytest.mark.parametrize("number", [0, 2, 3, 5])

@@ -5,14 +5,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import FrameType
 from typing import Any
 
-from tests.waiting import sleeping_in
+from tests.waiting import wait_in
 
 __all__ = [
     "PLACES",
@@ -88,15 +87,11 @@ def alarm(after_s: float, handler: Callable[[], object]) -> Iterator[None]:
 def alarm_in(function: str, handler: Callable[[], object]) -> Iterator[None]:
     """Let a signal handler call `handler` once in the block, when this thread sleeps in a function of that name.
 
-    An alarm after some time may come before the call has begun to wait, if the machine is busy. A thread that waits for
-    Python's lock sleeps too, therefore two looks in a row must find it asleep.
+    An alarm after some time may come before the call has begun to wait, if the machine is busy.
     """
 
     def strike() -> None:
-        looks = 0
-        while looks < 2 and not is_over.is_set():
-            looks = looks + 1 if sleeping_in(function, this) else 0
-            time.sleep(0.005)
+        wait_in(function, this, is_over.is_set)
         if not is_over.is_set():
             os.kill(os.getpid(), signal.SIGALRM)
 

@@ -233,7 +233,7 @@ def run_jobs(channel: socket.socket, stacks: str) -> None:
             errors.clear()
             send(channel, _run(job, errors))
     if jobs > 1:
-        gc.unfreeze()
+        gc.unfreeze()  # the end of the process destroys what earlier functions have left, too
     sys.stdin.close()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DEADLINE_S", "has_ended", "running", "sleep_until", "sleeping_in", "wait_until"]
+__all__ = ["DEADLINE_S", "has_ended", "running", "sleep_until", "sleeping_in", "wait_in", "wait_until"]
 
 DEADLINE_S = 60.0
 """A wait budget that is longer than any awaited event takes, even on a busy machine."""
@@ -98,6 +98,21 @@ def sleeping_in(function: str, who: threading.Thread | None = None) -> int:
             frame = frame.f_back
         found += frame is not None and _is_asleep(thread)
     return found
+
+
+def wait_in(function: str, who: threading.Thread, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Wait until another thread sleeps in a call of a Python function of that name, or `is_over` holds.
+
+    A thread that waits for Python's lock sleeps too, therefore two looks in a row must find it asleep.
+    """
+    looks = 0
+
+    def look() -> bool:
+        nonlocal looks
+        looks = looks + 1 if sleeping_in(function, who) else 0
+        return looks == 2 or is_over()
+
+    wait_until(look, f"the wait in {function}")
 
 
 def _is_asleep(thread: threading.Thread) -> bool:

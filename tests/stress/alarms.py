@@ -78,7 +78,7 @@ class Alarms:
             may_raise = self._is_place(frame)
         finally:
             self._is_looking = False
-        if may_raise and self._is_armed:
+        if may_raise:
             self._is_armed = False
             self.strikes += 1
             raise StrikeError("struck")

@@ -22,7 +22,7 @@ from shm_broadcast.settings import MIN_RING_BYTES
 from tests.harness import run_ranks
 from tests.queues import background, queue
 from tests.remotes import remote_queue
-from tests.waiting import sleeping_in, wait_until
+from tests.waiting import wait_in, wait_until
 
 
 @dataclass
@@ -458,7 +458,7 @@ def test_a_refused_call_of_a_handler_does_not_cut_a_long_message(*, interval_s: 
 
     def strike() -> None:
         # The reader takes nothing yet, so the handler runs while the rest of the message waits for room.
-        wait_until(lambda: sleeping_in("enqueue", main), "the wait for room")
+        wait_in("enqueue", main)
         signal.setitimer(signal.ITIMER_REAL, 0.01, interval_s)
         wait_until(lambda: len(refusals) > (3 if interval_s else 0), "the handler's calls")
         begun.set()

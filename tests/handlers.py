@@ -32,6 +32,10 @@ class Interrupt(BaseException):
     """What a handler raises."""
 
 
+LATER_S = 0.001
+"""When an alarm comes again that struck where Python would swallow an exception."""
+
+
 PLACES = (
     "shm_broadcast/queue.py",
     "/threading.py",
@@ -72,15 +76,32 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def alarm(after_s: float, handler: Callable[[], object]) -> Iterator[None]:
-    """Let a signal handler call `handler` once in the block, after a time."""
-    before = signal.signal(signal.SIGALRM, lambda *_: handler())
-    signal.setitimer(signal.ITIMER_REAL, after_s)
+def taking_alarms(handler: Callable[[], object]) -> Iterator[None]:
+    """Let the signal handler of alarms call `handler` in the block, which may raise.
+
+    Where Python would swallow what it raises, the alarm comes again a little later.
+    """
+
+    def ring(_number: int, frame: FrameType | None) -> None:
+        if is_swallowing(frame):
+            signal.setitimer(signal.ITIMER_REAL, LATER_S, signal.getitimer(signal.ITIMER_REAL)[1])
+        else:
+            handler()
+
+    before = signal.signal(signal.SIGALRM, ring)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def alarm(after_s: float, handler: Callable[[], object], every_s: float = 0.0) -> Iterator[None]:
+    """Let a signal handler call `handler` in the block after a time, once or again and again."""
+    with taking_alarms(handler):
+        signal.setitimer(signal.ITIMER_REAL, after_s, every_s)
+        yield
 
 
 @contextmanager
@@ -96,14 +117,13 @@ def alarm_in(function: str, handler: Callable[[], object]) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGALRM)
 
     is_over, this, thread = threading.Event(), threading.current_thread(), threading.Thread(target=strike)
-    before = signal.signal(signal.SIGALRM, lambda *_: handler())
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-        signal.signal(signal.SIGALRM, before)
+    with taking_alarms(handler):
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
 
 def handling_at(

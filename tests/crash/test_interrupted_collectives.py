@@ -3,9 +3,8 @@
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,7 @@ from coordinator import (
     PeerLostError,
     UsageError,
 )
-from tests.handlers import alarm_in
+from tests.handlers import alarm, alarm_in
 from tests.harness import RankPool
 from tests.samples import sampled
 from tests.waiting import wait_until
@@ -133,18 +132,6 @@ class AlarmError(Exception):
     """What the handler raises."""
 
 
-@contextmanager
-def alarm(handler: Callable[[], object], after_s: float, every_s: float = 0.0) -> Iterator[None]:
-    """Call `handler` from a signal handler after a time, once or again and again."""
-    before = signal.signal(signal.SIGALRM, lambda *_: handler())
-    signal.setitimer(signal.ITIMER_REAL, after_s, every_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def begun(group: GroupCoordinator) -> int:
     """Return how many collectives this rank has begun natively, on both planes."""
     shared: Any = group._parts.communicator.context.shared
@@ -196,7 +183,7 @@ def struck(
                 # A rank whose creation still confirms the memory would find the group broken.
                 meet(rank, range(world_size), directory, f"created {number}")
                 if rank == 0:
-                    with pytest.raises(kind, match="^struck$"), alarm(strike_in(group, kind), after_s):
+                    with pytest.raises(kind, match="^struck$"), alarm(after_s, strike_in(group, kind)):
                         call(group)
                     with pytest.raises(GroupBrokenError) as broken:
                         call(group)
@@ -242,7 +229,7 @@ def struck_wait(rank: int, world_size: int, directory: Path, name: str) -> None:
         for number, after_s in enumerate(STRIKES_S):
             if rank == 0:
                 handle = call(group)
-                with pytest.raises(AlarmError, match="^struck$"), alarm(strike, after_s):
+                with pytest.raises(AlarmError, match="^struck$"), alarm(after_s, strike):
                     handle.wait()
                 meet(rank, range(world_size), directory, f"struck {number}")
                 assert equal(handle.wait(), expected)
@@ -273,7 +260,7 @@ def struck_twice(rank: int, world_size: int, directory: Path, name: str) -> None
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
         if rank == 0:
             again = mock.patch.object(group._health, "left_halfway", side_effect=AlarmError("again"))
-            with pytest.raises(AlarmError, match="^again$"), again, alarm(strike_in(group), 0.01):
+            with pytest.raises(AlarmError, match="^again$"), again, alarm(0.01, strike_in(group)):
                 call(group)
             # Nobody continues the call, so that whoever meets it says so instead of refusing for ever.
             with pytest.raises(GroupBrokenError, match="left by an exception of a signal handler"):
@@ -344,7 +331,7 @@ def alarmed(rank: int, world_size: int, directory: Path) -> None:
     with (
         world(rank, world_size, directory) as everyone,
         new_group(everyone) as group,
-        alarm(lambda: seen.append(0.0), 0.001, 0.0005),
+        alarm(0.001, lambda: seen.append(0.0), 0.0005),
     ):
         for number in range(1000):
             assert group.all_reduce(torch.full((8,), float(number))).tolist() == [2.0 * number] * 8
@@ -377,11 +364,11 @@ def nested(rank: int, world_size: int, directory: Path, is_direct: bool) -> None
 
         if rank == 0:
             for number, after_s in enumerate(STRIKES_S):
-                with alarm(once_begun(owner, call_inside, directory / f"called {number}"), after_s):
+                with alarm(after_s, once_begun(owner, call_inside, directory / f"called {number}")):
                     assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
             with (
                 pytest.raises(UsageError, match="^all_reduce .* on the same thread"),
-                alarm(once_begun(owner, lambda: group.all_reduce(torch.ones(4))), 0.01),
+                alarm(0.01, once_begun(owner, lambda: group.all_reduce(torch.ones(4)))),
             ):
                 group.all_reduce(torch.ones(4))
             meet(rank, range(world_size), directory, "left")
@@ -445,7 +432,7 @@ def harmless(rank: int, world_size: int, directory: Path, is_in_turn: bool) -> N
                 group.send(torch.ones(3), 0)
             meet(rank, range(world_size), directory, f"turn {number}")
             if rank == 0:
-                with alarm(once_begun(group, call_inside, directory / f"called {number}"), after_s):
+                with alarm(after_s, once_begun(group, call_inside, directory / f"called {number}")):
                     call_in_turn()
             else:
                 wait_until((directory / f"called {number}").exists, "the handler's calls")

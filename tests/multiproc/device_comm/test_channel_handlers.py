@@ -19,7 +19,7 @@ from shm_broadcast import codec
 from shm_broadcast.errors import PeerLostError, UsageError
 from shm_broadcast.layout import segment_bytes
 from tests.channels import health_of
-from tests.crash.test_interrupted_collectives import alarm
+from tests.handlers import alarm
 from tests.multiproc.device_comm.test_channel_opening import Strikes
 from tests.multiproc.device_comm.test_channel_opening import recv as recv_object
 from tests.multiproc.device_comm.test_channel_opening import send as send_object
@@ -170,7 +170,7 @@ def test_a_handler_that_sends_inside_of_a_long_message_to_the_same_rank_is_refus
         wait_until(lambda: errors, "the handler's refusal")
         receive(receiver, 1, seen)
 
-    with background(receive_later), alarm(handler, 0.1):
+    with background(receive_later), alarm(0.1, handler):
         send(sender, [Numbered(5), bytes(1 << 20)], 1)
     assert seen == [5]
     assert len(errors) == 1

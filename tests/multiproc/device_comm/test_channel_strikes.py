@@ -18,7 +18,7 @@ from device_comm.cpu.channels import Channels
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, CommError, GroupBrokenError, NativeError, UsageError
 from tests.channels import channels_of, health_of
-from tests.crash.test_interrupted_collectives import alarm
+from tests.handlers import alarm
 from tests.multiproc.device_comm.test_channel_opening import Strikes, recv, send, strike
 from tests.queues import background
 from tests.samples import sampled
@@ -209,7 +209,7 @@ def test_a_send_to_several_ranks_that_is_refused_leaves_nothing_behind() -> None
             return [recv(two, 0), len(recv(two, 0)), recv(one, 0), len(recv(one, 0))]
 
         # In the middle of the call: the channel is full, and the thread that reads has not begun.
-        with background(receive) as outcome, alarm(call, 0.2):
+        with background(receive) as outcome, alarm(0.2, call):
             send(zero, LONG, 2)
             send(zero, LONG, 1)
         assert outcome == [["opens", len(LONG), "opens", len(LONG)]]

@@ -27,7 +27,7 @@ from device_comm.cpu.receiving_any import ReceivingAny
 from shm_broadcast import codec
 from shm_broadcast.errors import ClosedError, CommError, UsageError
 from tests.channels import channels_of, health_of
-from tests.crash.test_interrupted_collectives import alarm
+from tests.handlers import alarm
 from tests.harness import RankPool
 from tests.idle import Spent, spent
 from tests.queues import background
@@ -325,7 +325,7 @@ def test_a_handler_that_receives_from_any_rank_inside_of_a_native_poll_is_refuse
             send(ranks[1], "next", 0)
 
         ranks[0]._first_spin_ns = 300_000_000 if outer == "recv" else 0
-        with alarm(handler, 0.05):
+        with alarm(0.05, handler):
             if outer == "recv":
                 found.append(recv(ranks[0], 1))
             else:

@@ -9,7 +9,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import pytest
 
 import device_comm._core
 import shm_broadcast._core
-from tests.handlers import alarm
+from tests.handlers import Interrupt, alarm
 from tests.harness import RankFailureError, RankPool, run_ranks
 from tests.leaks import TEMP_PREFIX, Snapshot, leaked_since
 from tests.strict import WARNINGS
+from tests.unit.shm_broadcast.test_signal_handlers import AlarmError, alarms
 from tests.waiting import DEADLINE_S, has_ended, wait_until
 
 pytestmark = pytest.mark.slow
@@ -328,6 +330,46 @@ def get_a_late_alarm(rank: int, world_size: int, directory: Path) -> str:
 def test_an_alarm_that_comes_late_disturbs_nobody(tmp_path: Path) -> None:
     """A thread of a library may have been told of it: neither a rank nor a process of pytest ends, or says an error."""
     assert [get_a_late_alarm(0, 1, tmp_path), *run_ranks(get_a_late_alarm, 1)] == ["goes on"] * 2
+
+
+class Watched:
+    """Something whose end calls a function, from which Python lets no exception out."""
+
+    def __init__(self, at_end: Callable[[], object]) -> None:
+        """Let its end call `at_end`."""
+        weakref.finalize(self, at_end)
+
+
+def end_one(at_end: Callable[[], object]) -> None:
+    """Let something end that calls `at_end`, and wait."""
+    Watched(at_end)
+    time.sleep(DEADLINE_S)
+
+
+def test_an_alarm_in_a_finalizer_strikes_a_little_later() -> None:
+    """What its handler raises arrives, instead of being written to the standard error."""
+
+    def interrupt() -> None:
+        raise Interrupt
+
+    with pytest.raises(Interrupt), alarm(2 * DEADLINE_S, interrupt):
+        end_one(lambda: signal.raise_signal(signal.SIGALRM))
+
+
+def test_alarms_in_a_finalizer_do_not_strike() -> None:
+    """Of alarms that come again and again, the first one behind the finalizer strikes."""
+    counts: list[int] = []
+
+    def outlast_alarms() -> None:
+        handler.is_armed = True
+        end = time.monotonic() + 0.01
+        while time.monotonic() < end:
+            counts.append(handler.count)
+
+    with alarms(0.0002) as handler, pytest.raises(AlarmError):
+        end_one(outlast_alarms)
+    assert set(counts) == {0}
+    assert handler.count == 1
 
 
 def test_a_fresh_rank_is_a_new_interpreter() -> None:

@@ -47,9 +47,19 @@ def view(address: str = "127.0.0.1", **facts: str) -> View:
 
 
 def agree_in_threads(
-    store_of: StoreOf, views: dict[int, View], ranks: list[int], timeout_s: float = 60.0, delay_s: float = 0.0
+    store_of: StoreOf,
+    views: dict[int, View],
+    ranks: list[int],
+    timeout_s: float = 60.0,
+    delay_s: float = 0.0,
+    *,
+    in_order: bool = False,
 ) -> dict[int, Any]:
-    """Let each rank of `views` agree in a thread, some later; return each result or error."""
+    """Let each rank of `views` agree in a thread, some later; return each result or error.
+
+    With `in_order` each comes once those before it are there.
+    """
+    store = store_of()
     outcomes: dict[int, Any] = {}
 
     def body(rank: int, number: int) -> None:
@@ -60,8 +70,10 @@ def agree_in_threads(
             outcomes[rank] = error
 
     threads = [threading.Thread(target=body, args=(rank, number)) for number, rank in enumerate(views)]
-    for thread in threads:
+    for rank, thread in zip(views, threads, strict=True):
         thread.start()
+        if in_order and thread is not threads[-1]:
+            wait_until(lambda: rank in Attendance(store, rank, ranks).present(), f"rank {rank}")  # noqa: B023
     for thread in threads:
         thread.join(PROMPT_S)
         assert not thread.is_alive()
@@ -88,7 +100,7 @@ def test_ranks_may_come_in_any_order(store_of: StoreOf) -> None:
 def test_one_that_holds_something_else_makes_all_raise(store_of: StoreOf) -> None:
     """All ranks raise; the error names the fact, the values, and which ranks hold each."""
     views = {0: view(), 1: view(), 2: view(backend="nccl")}
-    outcomes = agree_in_threads(store_of, views, [0, 1, 2], delay_s=0.1)
+    outcomes = agree_in_threads(store_of, views, [0, 1, 2], in_order=True)
     for error in outcomes.values():
         assert isinstance(error, DisagreementError)
         assert "backend: 'gloo' (ranks 0, 1), 'nccl' (rank 2)" in str(error)

@@ -29,6 +29,7 @@ from shm_broadcast import codec
 from tests.engines import refusal
 from tests.harness import RankPool
 from tests.unit.shm_broadcast.codec_samples import VALUES, Point, same
+from tests.waiting import wait_until
 from tests.worlds import ApartPool, world
 
 WAYS = ["shared memory", "Gloo"]
@@ -386,11 +387,14 @@ def bounded(rank: int, world_size: int, directory: Path) -> float:
         world(rank, world_size, directory) as group,
         mock.patch.object(gloo, "EAGER_BYTES", 1 << 18),
     ):
+        begun = directory / "begun"
         if rank == 1:
+            wait_until(begun.exists, "the sender's first message")
             time.sleep(0.5)  # twice as long as the sender must have waited at least
             assert [group.recv_object(0)[0] for _ in range(100)] == list(range(100))
             return 0.0
         start = time.monotonic()
+        begun.touch()
         for number in range(100):
             group.send_object(bytes([number]) * 50_000, 1)
         return time.monotonic() - start

@@ -127,7 +127,7 @@ def test_waiting_for_64_ranks_costs_next_to_nothing() -> None:
             time.sleep(1.5)
             send(ranks[64], "found", 0)
         with mock.patch.object(health, "SLICE_S", 0.001), background(lambda: wait(found)) as warm:
-            time.sleep(0.5)
+            time.sleep(1.5)
             send(ranks[7], "found", 0)
         assert found == [64, 7]
         assert warm[0].wakeups > 50

@@ -20,7 +20,7 @@ from shm_broadcast.errors import (
 from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
 from shm_broadcast.settings import MIN_RING_BYTES, WaitMode
 from tests.queues import background, fill, memory_of, queue, ring_write
-from tests.waiting import sleeping_in, wait_until
+from tests.waiting import sleeping_in, wait_in, wait_until
 
 MODES: list[WaitMode] = ["adaptive", "spin", "park"]
 
@@ -197,12 +197,14 @@ def test_ctrl_c_while_a_message_waits_for_room_tears_nothing(nbytes: int, breaks
             # Room for a part of the message.
             for _ in range(sent):
                 assert reader.dequeue(1.0) == bytes(15_000)
-        main = threading.main_thread().ident or 0
-        timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+        main = threading.current_thread()
+
+        def interrupt() -> None:
+            wait_in("enqueue", main)
+            signal.pthread_kill(main.ident or 0, signal.SIGINT)
+
+        with background(interrupt), pytest.raises(KeyboardInterrupt):
             writer.enqueue(bytes(nbytes), 10.0)
-        timer.join()
         if breaks:
             with pytest.raises(GroupBrokenError):
                 writer.enqueue("next", 1.0)

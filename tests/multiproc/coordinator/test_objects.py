@@ -383,11 +383,8 @@ def test_two_ranks_may_send_to_each_other_before_they_receive(ranks2: RankPool) 
 
 
 def bounded(rank: int, world_size: int, directory: Path) -> float:
-    with (
-        world(rank, world_size, directory) as group,
-        mock.patch.object(gloo, "EAGER_BYTES", 1 << 18),
-    ):
-        begun = directory / "begun"
+    begun = directory / "begun"
+    with world(rank, world_size, directory) as group, mock.patch.object(gloo, "EAGER_BYTES", 1 << 18):
         if rank == 1:
             wait_until(begun.exists, "the sender's first message")
             time.sleep(0.5)  # twice as long as the sender must have waited at least

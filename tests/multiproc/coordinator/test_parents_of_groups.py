@@ -22,7 +22,7 @@ from tests.handlers import Interrupt, alarm_in
 from tests.harness import RankPool
 from tests.ports import free_port
 from tests.waiting import wait_until
-from tests.worlds import ApartPool, outcome_of, world
+from tests.worlds import ApartPool, meet, outcome_of, world
 
 WITHIN_S = 10.0
 """Until a rank that waits in vain has its error; a creation waits for 300 s."""
@@ -62,6 +62,8 @@ def breaks(rank: int, world_size: int, directory: Path, creation: str, ends: boo
     create: Callable[[GroupCoordinator], None] = CREATIONS[creation]
     with world(rank, world_size, directory) as group:
         group.barrier()
+        # A rank that is still in the barrier when the group breaks would find that there.
+        meet(rank, range(world_size), directory, "begun")
         found = None
         if rank == 3:
             interrupted(group)
@@ -160,6 +162,7 @@ def server_ends(rank: int, world_size: int, directory: Path, port: int) -> dict[
     init_distributed_environment(world_size, rank, f"tcp://127.0.0.1:{port}", backend="gloo")
     group, found = get_world_group(), None
     group.barrier()
+    meet(rank, range(world_size), directory, "begun")
     if rank == 3:
         interrupted(group)
     elif rank == 0:

@@ -199,6 +199,10 @@ def one_dies(rank: int, victim: int, directory: Path) -> dict[str, Any]:
     group.enable_broadcaster(writer)
     assert group.broadcast_object("first", writer) == "first"
     group.barrier()
+    # A rank that is still in the barrier when another finds the death would raise there.
+    marks.mark(f"met-{rank}")
+    for other in range(4):
+        marks.wait(f"met-{other}")
     if rank == victim:
         report(directory, rank, {})
         os.kill(os.getpid(), signal.SIGKILL)

@@ -336,7 +336,7 @@ def test_a_replay_that_fails_breaks_the_group_without_another_call(native: str) 
 
 def a_launch_fails(rank: int, world_size: int, directory: Path, native: str) -> None:
     faults = FakeFaults()
-    with cuda_world(rank, world_size, directory, native, faults, meets=False, deadline_s=1.0) as (
+    with cuda_world(rank, world_size, directory, native, faults, meets=False, deadline_s=2.0) as (
         _,
         it,
         _driver,

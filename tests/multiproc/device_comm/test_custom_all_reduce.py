@@ -212,7 +212,8 @@ def test_a_large_deterministic_sum_goes_in_pieces(ranks2: RankPool, libraries: s
 
 
 def one_is_late(rank: int, world_size: int, directory: Path, libraries: str) -> list[dict[str, Any]]:
-    me = CustomRank(rank, world_size, directory, libraries, deadline_s=0.3)
+    # The sum that all make takes part of this time; on a busy machine that can be half a second.
+    me = CustomRank(rank, world_size, directory, libraries, deadline_s=2.0)
     me.create()
     assert me.all_reduce(1, 64, BF16)
     seen = []
@@ -230,7 +231,7 @@ def test_a_late_rank_is_named(ranks3: RankPool, libraries: str) -> None:
     """Kernels give up at their deadline, the error names the late rank, and later calls raise at once."""
     for first, later in [seen for seen in ranks3.run(one_is_late, libraries) if seen]:
         assert (first["kind"], first["missing"]) == ("CommTimeoutError", [FIRST_RANK + 1])
-        assert 0.3 <= first["seconds"] < 5.0
+        assert 2.0 <= first["seconds"] < 5.0
         assert f"no answer from rank {FIRST_RANK + 1}" in first["text"]
         assert later["kind"] == "GroupBrokenError"
 

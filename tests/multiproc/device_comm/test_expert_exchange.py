@@ -344,7 +344,7 @@ def test_what_is_carried_is_known_before_the_form_is_chosen(ranks2: RankPool, na
 
 
 def overflows(rank: int, world_size: int, directory: Path, native: str) -> dict[str, Any]:
-    settings: dict[str, Any] = {"expert_arena_bytes": ARENA, "deadline_s": 1.0}
+    settings: dict[str, Any] = {"expert_arena_bytes": ARENA, "deadline_s": 2.0}
     with cuda_world(rank, world_size, directory, native, None, False, **settings) as (group, it, _):
         tokens = Tokens(rank, 3, 4)
         tokens.ids.fill_(5)
@@ -372,7 +372,7 @@ def test_too_many_rows_break_the_group_with_a_usage_error(native: str) -> None:
 
 
 def one_is_late(rank: int, world_size: int, directory: Path, native: str) -> list[Any]:
-    settings: dict[str, Any] = {"expert_arena_bytes": ARENA, "deadline_s": 0.5}
+    settings: dict[str, Any] = {"expert_arena_bytes": ARENA, "deadline_s": 2.0}
     with cuda_world(rank, world_size, directory, native, None, False, **settings) as (_, it, _driver):
         tokens = Tokens(rank, 3, 4)
         routed = sent_by(it, tokens, rank, (4,) * 3, capacity=4)

@@ -296,7 +296,7 @@ def test_a_rank_may_leave_alone(ranks3: RankPool, libraries: str) -> None:
 
 
 def gives_up(rank: int, world_size: int, directory: Path, libraries: str) -> tuple[list[str], str]:
-    me = rank_of(rank, world_size, directory, libraries, deadline_s=0.3)
+    me = rank_of(rank, world_size, directory, libraries, deadline_s=2.0)
     custom = me.create()
     sums(me, 1, 1024, BF16)
     kind = ""

@@ -29,7 +29,7 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
-from shm_broadcast.interruption import raised_by_handler, tolerating
+from shm_broadcast.interruption import Posts, raised_by_handler, tolerating
 from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.reports.arrivals import Announcer, Arrival, late_for
 from shm_broadcast.reports.failure_record import (
@@ -150,6 +150,8 @@ class GroupHealth:
 
     Attributes:
         watch: The other ranks' processes.
+        forks: The fork count of the process to which the group belongs.
+        posts: What posts on its transports.
         planes: What carries its collectives, by name; see `attach`.
         refusals: The calls that this rank refuses.
     """
@@ -188,7 +190,8 @@ class GroupHealth:
         self._excused: set[int] = set()
         # Messages that a transport may still be sending, whether or not anybody has their handles.
         self.unfinished_sends: set[object] = set()
-        self._fork_count = fork_count()
+        self.forks: int = fork_count()
+        self.posts: Posts = Posts(name)
         # `next` on a count is atomic under the GIL and faster than a lock; the group's own thread calls `begin` too.
         self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}
         self._aborts: list[Callable[[], None]] = []
@@ -217,7 +220,7 @@ class GroupHealth:
     @property
     def is_inherited(self) -> bool:
         """Return whether this is a copy in a forked child, which must not use the group."""
-        return self._fork_count != fork_count()
+        return self.forks != fork_count()
 
     def where(self, operation: object) -> str:
         """Return `all_reduce #3 on 'tp:0' (rank 5, 1 of 4)`, the beginning of every error's text."""
@@ -237,7 +240,7 @@ class GroupHealth:
             ExcludedError: As before, and the other ranks have gone on without this one.
         """
         # Every call asks this: one test, and no further frame, for a group that can be used.
-        if not self._closed and self._cause is None and not self.left and self._fork_count == fork_count():
+        if not self._closed and self._cause is None and not self.left and self.forks == fork_count():
             return
         self.check_owner(name)
         for left in self.left.copy():
@@ -253,7 +256,7 @@ class GroupHealth:
 
     def check_owner(self, name: object) -> None:
         """Raise `UsageError` if this process is a forked child of the group's owner."""
-        if self._fork_count != fork_count():
+        if self.forks != fork_count():
             raise UsageError(
                 f"{self.where(name)}: the group belongs to the process that forked this one; "
                 "a forked child must create its own groups, or be started with spawn"
@@ -524,10 +527,10 @@ class GroupHealth:
         return self._record(operation, self._failure(operation, "left", left)) if left else None
 
     @contextmanager
-    def transport(self, operation: Operation) -> Iterator[None]:
-        """Convert an error that a transport raises while a call is posted into a `CommError`."""
+    def transport(self, operation: Operation) -> Iterator[Posts]:
+        """Give the block what it posts with, and convert an error that a transport raises then into a `CommError`."""
         try:
-            yield
+            yield self.posts
         except GeneratorExit:
             # A signal handler has raised before the block began.
             raise

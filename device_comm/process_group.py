@@ -401,10 +401,10 @@ class ProcessGroupCommunicator(DeviceCommunicator):
 
         def stages() -> Handle:
             limit_s = self._settled(operation, timeout_s) if operation.number else timeout_s
-            with self._health.transport(operation):
+            with self._health.transport(operation) as make:
                 for peer, tensor in tensors.items():
                     if tensor.numel():
-                        works.append((self.context.ranks[peer], post([as_bytes(tensor)], peer, tag)))
+                        works.append((self.context.ranks[peer], make(post, [as_bytes(tensor)], peer, tag)))
                 if not self._on_host:
                     return StreamHandle(self._health, operation, works, tensors, landing)
                 # Here too, since the system may have no thread to give.
@@ -442,8 +442,8 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             return result
         options = AllgatherOptions()
         options.timeout = backend_timeout(deadline)
-        with self._health.transport(operation):
-            work = self.process_group._allgather_base(result, own, options)
+        with self._health.transport(operation) as post:
+            work = post(self.process_group._allgather_base, result, own, options)
         work.wait()
         return result
 
@@ -472,9 +472,14 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             return
         options = dist.AllToAllOptions()
         options.timeout = backend_timeout(deadline)
-        with self._health.transport(operation):
-            work = self.process_group.alltoall_base(
-                as_bytes(result), as_bytes(rows), to_receive, to_send, options
+        with self._health.transport(operation) as post:
+            work = post(
+                self.process_group.alltoall_base,
+                as_bytes(result),
+                as_bytes(rows),
+                to_receive,
+                to_send,
+                options,
             )
         work.wait()
 

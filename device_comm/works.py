@@ -8,8 +8,10 @@ threads, and `gloo.waits` ends those waits that Gloo forgets when a group breaks
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,8 +22,9 @@ import torch.distributed as dist
 
 from device_comm.gloo.waits import end_wait
 from device_comm.health import FOREVER_S
-from shm_broadcast.errors import ClosedError
+from shm_broadcast.errors import ClosedError, UsageError
 from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.liveness import fork_count
 from shm_broadcast.threads import DaemonThread
 
 _FOREVER: Final = timedelta(seconds=FOREVER_S)
@@ -74,8 +77,10 @@ class WaiterThreads:
         self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
         self._all: list[tuple[threading.Thread, threading.Event]] = []
         self._closed = False
+        self._forks = fork_count()
         # A signal handler may start or close threads while this thread holds it.
         self._lock = threading.RLock()
+        _inheritable.add(weakref.ref(self, _inheritable.discard))
 
     @property
     def is_busy(self) -> bool:
@@ -88,7 +93,12 @@ class WaiterThreads:
 
         Raises:
             ClosedError: The threads have ended, or end just now: nobody would wait for a new one.
+            UsageError: This process is a forked child, in which there are no such threads.
         """
+        if self._forks != fork_count():
+            raise UsageError(
+                f"{self._name}: the threads that wait belong to the process that forked this one"
+            )
         idle = self._idle
         # Nothing is called from here to the end of `put`, so that no signal handler leaves an idle thread without a job
         # and no other thread takes it as well.
@@ -134,6 +144,10 @@ class WaiterThreads:
         finally:
             ended.set()
 
+    def renew_lock(self) -> None:
+        """Take another lock, in a forked child."""
+        self._lock = threading.RLock()
+
     def close(self, timeout_s: float) -> None:
         """End the idle threads, and those that finish within `timeout_s` seconds. What is waited for is lost."""
         with self._lock:
@@ -153,6 +167,19 @@ class WaiterThreads:
             else:
                 # Only a thread that has started can be joined, and one that has set `ended` has started.
                 thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+# A fork copies the locks, also one that another thread holds just then, which would never release the copy.
+_inheritable: Final[set[weakref.ref[WaiterThreads]]] = set()
+
+
+def _renew_locks() -> None:
+    for threads in [reference() for reference in list(_inheritable)]:
+        if threads is not None:
+            threads.renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 class PointToPointWorks:

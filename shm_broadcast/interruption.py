@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from inspect import CO_VARARGS
 from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
-from typing import Final
+from typing import Any, Final, TypeVar
 
-__all__ = ["is_held", "is_interrupting", "raised_by_handler", "tolerating"]
+from shm_broadcast.errors import UsageError
+
+__all__ = ["Forks", "Posts", "is_held", "is_interrupting", "raised_by_handler", "tolerating"]
+
+Result = TypeVar("Result")
 
 _SIGNALS: Final = tuple(map(int, signal.valid_signals()))
 
@@ -132,3 +138,48 @@ class tolerating:  # noqa: N801 - as `contextlib.suppress`
 def is_held(lock: threading.RLock) -> bool:
     """Return whether this thread holds a re-entrant lock, which would let a signal handler of the same thread in."""
     return bool(lock._is_owned())  # type: ignore[attr-defined] # noqa: SLF001 - `threading.Condition` asks so too
+
+
+class Forks:
+    """How often Python has forked on the way to this process, to be read without a call.
+
+    Attributes:
+        count: That number.
+    """
+
+    count: int = 0
+
+
+def _count_fork() -> None:
+    Forks.count += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class Posts:
+    """Makes the calls of one group that post on its transports.
+
+    A signal handler may fork behind the checks of a call, and the child goes on in that call. What it then sends over
+    the connections of its parent makes Gloo end that process, and the other ranks.
+
+    Attributes:
+        forks: What `Forks.count` was where this was made.
+    """
+
+    def __init__(self, where: str) -> None:
+        """Make them in this process only; `where` begins the text of the error."""
+        self._where = where
+        self.forks: int = Forks.count
+
+    def __call__(self, call: Callable[..., Result], *args: Any) -> Result:
+        """Return `call(*args)`.
+
+        Raises:
+            UsageError: This process is a forked child of the one that made this.
+        """
+        # Python runs handlers where a function begins and where a call has returned. So none runs from this look to the
+        # call: `fork_count` would be a call in between.
+        if self.forks != Forks.count:
+            raise UsageError(f"{self._where}: the group belongs to the process that forked this one")
+        return call(*args)

@@ -35,6 +35,37 @@ class ImportingError(UsageError):
     """What a call needs waits for an import that the calling thread itself is inside of, as in a signal handler."""
 
 
+class _Caller(threading.local):
+    """What calls must know of the thread that makes them.
+
+    Attributes:
+        forks: The fork count of the process to which the creation belongs that the thread is in; None outside of one.
+            A signal handler may fork at any place of it, and the child goes on there: it must neither ask nor open
+            anything, and so come to the other ranks as its parent.
+    """
+
+    forks: int | None = None
+
+
+caller: Final = _Caller()
+"""Set its attribute in a `try` whose `finally` restores it, by assignments: no handler can raise in between."""
+
+
+def owner_forks() -> int:
+    """Return the fork count of the process to which a call of this thread belongs, and what it makes."""
+    return fork_count() if caller.forks is None else caller.forks
+
+
+def owned_by(forks: int, call: Callable[[], _Made]) -> _Made:
+    """Return what `call` returns, in which nothing runs that belongs to a process with another fork count."""
+    before = caller.forks
+    try:
+        caller.forks = forks
+        return call()
+    finally:
+        caller.forks = before
+
+
 class DaemonThread(threading.Thread):
     """A daemon thread that can be started and joined beside signal handlers that raise.
 
@@ -155,13 +186,14 @@ class Aside:
 
         Raises:
             CapabilityError: This process can have no further thread.
+            UsageError: A handler has forked inside of this call, and this is the child, in which nothing runs.
         """
-        self._has_begun, self._error = False, None
+        self._has_begun, self._error, forks = False, None, owner_forks()
 
         def body() -> None:
             # Either `settle` sees that the step has begun, or the step sees that it is cancelled.
             self._has_begun = True
-            if self._is_cancelled:
+            if self._is_cancelled or forks != fork_count():
                 return
             try:
                 step()
@@ -170,7 +202,9 @@ class Aside:
 
         self._thread = DaemonThread(body, "group-coordinator-descriptors")
         start_thread(self._thread, self._purpose)
+        _check_parent(forks)
         self._thread.join()
+        _check_parent(forks)
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
@@ -210,7 +244,7 @@ def made_aside(
     if threading.current_thread() is not threading.main_thread():
         return make()
     made: list[_Made] = []
-    aside, forks, is_given_up = Aside(), fork_count(), False
+    aside, forks, is_given_up = Aside(), owner_forks(), False
 
     def step() -> None:
         made.append(make())

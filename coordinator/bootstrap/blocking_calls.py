@@ -16,7 +16,7 @@ from device_comm.health import EXPLAIN_S, SLICE_S
 from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, fork_count
-from shm_broadcast.threads import DaemonThread, start_thread
+from shm_broadcast.threads import DaemonThread, owner_forks, start_thread
 
 Result = TypeVar("Result")
 
@@ -52,17 +52,19 @@ def run_interruptibly(
 
     Raises:
         CapabilityError: This process can have no further thread.
-        UsageError: This process is a forked child, which a signal handler has made while this waited.
+        UsageError: This process is a forked child, which a signal handler has made while this waited, or in the
+            creation of which this is a part. `action` does not run in it.
         Exception: What `action` or `check` raises.
     """
     outcome: Future[Result] = Future()
-    is_dropped, forks = False, fork_count()
+    is_dropped, forks = False, owner_forks()
 
     def body(outcome: Future[Result]) -> None:
         # If the caller was interrupted before this thread began, this sees it; else `finish_calls` sees this thread.
         _running.add(threading.current_thread())
         try:
             if not is_dropped:
+                refuse_inherited(name, forks)
                 outcome.set_result(action())
         except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
             outcome.set_exception(error)
@@ -81,8 +83,10 @@ def run_interruptibly(
             # In a child that a handler has forked meanwhile the thread has not begun.
             refuse_inherited(name, forks)
             thread.join(0.1)
+            # Before the next look: in such a child the thread does not run, and has not ended either.
+            has_ended = not thread.is_alive()
             refuse_inherited(name, forks)
-            if not thread.is_alive():
+            if has_ended:
                 return outcome.result()
             check()
     except BaseException:

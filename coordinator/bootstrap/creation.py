@@ -33,6 +33,7 @@ from device_comm.registry import communicator_name
 from shm_broadcast.errors import CapabilityError, GroupBrokenError, UsageError
 from shm_broadcast.liveness import PeerWatch, name_host, this_process
 from shm_broadcast.reports.failure_record import failure_of
+from shm_broadcast.threads import caller
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
 PROTOCOL_VERSION = 15
@@ -84,20 +85,16 @@ def create_parts(
         brief = msgspec.structs.replace(settings, create_timeout_s=create_timeout_s)
     prefix = f"group_coordinator/{round_name}"
     store, device = world.store, device_of(backend, local_rank)
-    every_fact = {
-        **_facts(plans, device, backend, use_device_communicator, store),
-        "elastic": str(world.is_elastic),
-        **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
-        **facts,
-    }
+    every_fact = _facts(plans, device, backend, use_device_communicator, world, settings) | dict(facts)
     named = {rank for plan in plans for rank in plan.membership.everyone}
     everyone = sorted(named or range(world.size))
     stores = [dist.PrefixStore(_scope(plan), store) for plan in plans]
     check_parent = partial(_check_parent, None if beside is None else beside.health)
     check_parent(asks=False)
-    builders, agreed = list[GroupBuilder](), threading.Event()
+    builders, agreed, before = list[GroupBuilder](), threading.Event(), caller.forks
     with ExitStack() as offered:
         try:
+            caller.forks = world.forks
             with declining(dist.PrefixStore(prefix, store), what, world.rank):
                 regions, address = _prepare(plans, world, brief, beside, offered)
             offers = msgspec.json.encode([region.offer for region in regions]).decode()
@@ -126,6 +123,8 @@ def create_parts(
                 undo(builders)
                 raise
             raise
+        finally:
+            caller.forks = before
 
 
 def _check_parent(parent: GroupHealth | None, *, asks: bool = True) -> None:
@@ -257,7 +256,8 @@ def _facts(
     device: torch.device,
     backend: str,
     use_device_communicator: bool,
-    store: dist.Store,
+    world: World,
+    settings: CoordinatorSettings,
 ) -> dict[str, str]:
     """Return the facts that must be equal on all ranks for any group."""
     return {
@@ -268,7 +268,9 @@ def _facts(
         "device type": device.type,
         "use_device_communicator": str(use_device_communicator),
         "communicator": communicator_name(device.type, 2),
-        **generation_facts(store),
+        **generation_facts(world.store),
+        "elastic": str(world.is_elastic),
+        **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
 
 

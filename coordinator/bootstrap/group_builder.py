@@ -147,6 +147,7 @@ class GroupBuilder:
         self._world_status_store = status_store(self.plan, self.store, check)
         self._status_store = GroupStatusStore(self._world_status_store)
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
+        self.health.forks = self.world.forks
         self.partners = partners_of(rank, self.members.hosts)
         # `release` is registered first, so that an interrupt between the two lines leaves no link in use.
         self._made.insert(0, partial(heartbeats.release, self.health))
@@ -200,6 +201,7 @@ class GroupBuilder:
         # ranks that have the memory, and tells them who is missing. Otherwise they would blame that waiting
         # rank too.
         timeout_s = self._within_s + LINGER_S
+        self.health.check_owner("barrier")
         with self.plan.clock.phase("shared_memory"):
             try:
                 shared.host.make("barrier", shared.host.core.barrier, timeout_s)
@@ -239,6 +241,7 @@ class GroupBuilder:
         self, use_device_communicator: bool, agreement_s: float, together: tuple[str, ...]
     ) -> GroupParts:
         """Build the planes, once all ranks have mapped what they share. Collective."""
+        self.health.check_owner("connect")
         self._status_store.settle()
         if self._shared is not None:
             with self.plan.clock.phase("shared_memory"):

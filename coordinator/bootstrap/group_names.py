@@ -26,7 +26,8 @@ from shm_broadcast.errors import (
     UsageError,
 )
 from shm_broadcast.interruption import raised_by_handler, tolerating
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
+from shm_broadcast.threads import owned_by
 
 __all__ = ["GroupNames"]
 
@@ -54,6 +55,7 @@ class GroupNames:
         rank: This process's global rank.
         timeout_s: How long to wait for the store's answer, in seconds.
         epoch: The epoch of the world; after the first change of members each name ends with it: `tp:0@1`.
+        forks: The fork count of the process to which the world belongs.
         processes: The processes that an error may name, by rank: those of the group, and of rank 0, which may serve the
             store.
     """
@@ -62,13 +64,14 @@ class GroupNames:
     rank: int
     timeout_s: float
     epoch: int = 0
+    forks: int = dataclasses.field(default_factory=fork_count)
     processes: Mapping[int, ProcessIdentity] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, world: World, timeout_s: float, ranks: Collection[int]) -> GroupNames:
         """Return what counts the names in `world` of groups of `ranks`."""
         processes = world.processes_of({0, *ranks})
-        return cls(world.store, world.rank, timeout_s, world.epoch, processes)
+        return cls(world.store, world.rank, timeout_s, world.epoch, world.forks, processes)
 
     def take(self, name: str | None) -> str:
         """Return `name` followed by the number of times that this rank has taken the name before: `tp:0`, `tp:1`.
@@ -168,7 +171,7 @@ class GroupNames:
 
         where = f"creating group {' and '.join(map(repr, bases))} (rank {self.rank})"
         try:
-            return ask_store(change, where, self.timeout_s)
+            return owned_by(self.forks, lambda: ask_store(change, where, self.timeout_s))
         except NativeError as error:
             if raised_by_handler(error):
                 raise

@@ -36,11 +36,11 @@ from coordinator.bootstrap.methods.address import (
     meet_at_rank_0,
 )
 from coordinator.bootstrap.methods.directory import DirectoryRendezvous
-from coordinator.bootstrap.secured import meet_by_hint, place_of
+from coordinator.bootstrap.secured import meet_by_hint, place_of, report_losses
 from coordinator.bootstrap.timings import Stopwatch
 from coordinator.host.process_groups import GLOO, LOOPBACK, GlooOptions, gloo_at, set_own_world
 from coordinator.launchers.init_methods import FORMS
-from coordinator.meeting.losses import forget_losses, listen_for_losses, report_loss
+from coordinator.meeting.losses import forget_losses, listen_for_losses
 from coordinator.meeting.offers import take
 from coordinator.meeting.tickets import Ticket
 from coordinator.security import store as secured_store
@@ -56,6 +56,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
+from shm_broadcast.threads import caller, owner_forks
 from shm_broadcast.timeouts import as_timedelta
 
 
@@ -150,8 +151,9 @@ def init_world(
         NativeError: torch could not connect, or the store is gone.
     """
     global _world, _attempt  # noqa: PLW0603 - torch has one world per process
-    attempt = _Attempt(fork_count())
+    attempt, before = _Attempt(owner_forks()), caller.forks
     try:
+        caller.forks = attempt.fork_count
         _begin(attempt)
         name_host(settings.host_id)
         clock = Stopwatch()
@@ -166,12 +168,14 @@ def init_world(
         assert group is not None
         fork_guard.protect(group)
         fork_guard.protect(rendezvous.store)
-        _world = _World(group, rendezvous, fork_count(), processes, is_elastic)
+        _world = _World(group, rendezvous, attempt.fork_count, processes, is_elastic)
         _attempt = None
     except BaseException:
         attempt.has_failed = True
         end_interrupted(_SETTLE_S)
         raise
+    finally:
+        caller.forks = before
     return clock.seconds
 
 
@@ -282,6 +286,11 @@ def world_processes() -> Mapping[int, ProcessIdentity]:
     if world is None or not dist.is_initialized() or dist.group.WORLD is not world.group:
         return {}
     return world.processes
+
+
+def world_fork_count() -> int | None:
+    """Return the fork count of the process that created the current world; None if that was not `init_world`."""
+    return _world.fork_count if _world is not None and _is_ours() else None
 
 
 def is_started_elastic() -> bool:
@@ -470,23 +479,6 @@ def _nothing() -> None:
     """Do nothing, where no cleanup or check is needed."""
 
 
-def _report_losses(store: dist.Store) -> set[int]:
-    """Let a secured store report ranks whose connection breaks, except for those that the result contains.
-
-    The caller adds the ranks that no network separates from this one: of their end the kernel tells.
-    """
-    near = set[int]()
-
-    def on_lost(rank: int, how: str) -> None:
-        if rank not in near:
-            report_loss(rank, how)
-
-    base = secured_store.secured(store)
-    if base is not None:
-        base.watch(on_lost)
-    return near
-
-
 def _connect(
     attempt: _Attempt,
     rendezvous: Rendezvous,
@@ -506,7 +498,7 @@ def _connect(
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
     world_store = dist.PrefixStore(WORLD_KEYS, rendezvous.store)
-    near = _report_losses(rendezvous.store)
+    near = report_losses(rendezvous.store)
     with declining(world_store, "the world", rank):
         # What is opened behind the agreement, when nobody could be told: torch's device, a watch, and the store's file.
         check_spare(7, "connects the world")

@@ -16,15 +16,16 @@ import torch.distributed as dist
 from coordinator.addresses.names import Address
 from coordinator.bootstrap.blocking_calls import pause_after, run_interruptibly, torch_error
 from coordinator.bootstrap.serving import allow_descriptors
+from coordinator.meeting.losses import report_loss
 from coordinator.security import secret
 from coordinator.security.place import Place
-from coordinator.security.store import SecuredStore
+from coordinator.security.store import SecuredStore, secured
 from coordinator.settings import CoordinatorSettings
 from coordinator.stores import is_local
 from shm_broadcast.endpoint import bind_host
 from shm_broadcast.errors import ClosedError, CommTimeoutError, DecodeError, UsageError
 
-__all__ = ["find_store", "meet_by_hint", "place_of", "serve_store"]
+__all__ = ["find_store", "meet_by_hint", "place_of", "report_losses", "serve_store"]
 
 _HINT: Final = "group_coordinator/endpoint"
 _LONGEST_HINT: Final = 256
@@ -237,3 +238,20 @@ def _await_hint(place: Place, outer: dist.Store, timeout_s: float, over: threadi
             f"{place.where}: what the launcher's store holds is no endpoint of rank 0{_UNTRUSTED}: {error}"
         ) from error
     return hint
+
+
+def report_losses(store: dist.Store) -> set[int]:
+    """Let a secured store report ranks whose connection breaks, except for those that the result contains.
+
+    The caller adds the ranks that no network separates from this one: of their end the kernel tells.
+    """
+    near = set[int]()
+
+    def on_lost(rank: int, how: str) -> None:
+        if rank not in near:
+            report_loss(rank, how)
+
+    base = secured(store)
+    if base is not None:
+        base.watch(on_lost)
+    return near

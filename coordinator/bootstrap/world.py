@@ -15,12 +15,13 @@ from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.connections import SpareConnection
 from coordinator.bootstrap.membership import world_store
 from coordinator.bootstrap.methods.address import join_address
-from coordinator.bootstrap.rendezvous import is_started_elastic, world_processes
+from coordinator.bootstrap.rendezvous import is_started_elastic, world_fork_count, world_processes
 from coordinator.heartbeats.watching import Heartbeats
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import ClosedError, UsageError
 from shm_broadcast.liveness import ProcessIdentity, fork_count, name_host
 from shm_broadcast.status.page import own_page
+from shm_broadcast.threads import caller, owned_by, owner_forks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,7 @@ class World:
         leave: Callable[[], None] | None = None,
         processes: Mapping[int, ProcessIdentity] | None = None,
         line: Line | None = None,
+        forks: int | None = None,
     ) -> None:
         """Use `world_of_torch` or `join_own_world`.
 
@@ -69,6 +71,7 @@ class World:
             leave: Lets go of the store; None in the world of torch.distributed, which we do not leave here.
             processes: The ranks' processes, if they are known, in a world of our own.
             line: The epochs that led to it, if there were any.
+            forks: The fork count of the process to which it belongs; None for this one.
         """
         self.rank = rank
         self.size = size
@@ -80,12 +83,12 @@ class World:
         self._heartbeats: dict[float, Heartbeats] = {}
         own_page().set_rank(rank, size)
         self.is_torch: bool = leave is None
-        self._forks = fork_count()
+        self.forks: int = fork_count() if forks is None else forks
 
     @property
     def is_inherited(self) -> bool:
         """Return whether this is a copy in a forked child, which must not use the store."""
-        return self._forks != fork_count()
+        return self.forks != fork_count()
 
     @property
     def store(self) -> dist.Store:
@@ -154,7 +157,7 @@ class World:
         def question() -> int:
             return msgspec.json.decode(line.store.compare_set(key, "", own), type=int)
 
-        return ask_store(question, f"first use of {what}", timeout_s)
+        return owned_by(self.forks, lambda: ask_store(question, f"first use of {what}", timeout_s))
 
     def spare_connection(self) -> SpareConnection:
         """Return what lends separate connections to `store`; all objects for one torch world share it."""
@@ -213,6 +216,10 @@ class World:
 _spares: Final[dict[weakref.ref[dist.ProcessGroup], SpareConnection]] = {}
 _heartbeats: Final[dict[weakref.ref[dist.ProcessGroup], dict[float, Heartbeats]]] = {}
 
+# The fork count of the process that has first used a torch world that others initialised: it belongs to that process,
+# and not to its children.
+_forks: Final[dict[weakref.ref[dist.ProcessGroup], int]] = {}
+
 _declared_elastic: Final[set[weakref.ref[dist.ProcessGroup]]] = set()
 
 
@@ -248,8 +255,12 @@ def world_of_torch() -> World:
     Raises:
         UsageError: torch.distributed is not initialised.
     """
-    store = world_store()
-    return World(dist.get_rank(), dist.get_world_size(), store)
+    store, world = world_store(), dist.group.WORLD
+    assert world is not None
+    forks = world_fork_count()
+    if forks is None:
+        forks = _forks.setdefault(weakref.ref(world, _forks.pop), owner_forks())
+    return World(dist.get_rank(), dist.get_world_size(), store, forks=forks)
 
 
 def join_own_world(host: str, port: int, rank: int, size: int, settings: CoordinatorSettings) -> World:
@@ -261,10 +272,15 @@ def join_own_world(host: str, port: int, rank: int, size: int, settings: Coordin
         NativeError: torch could not connect.
     """
     name_host(settings.host_id)
-    rendezvous = join_address(host, port, rank, size, settings)
+    before = caller.forks
+    try:
+        caller.forks = forks = owner_forks()
+        rendezvous = join_address(host, port, rank, size, settings)
+    finally:
+        caller.forks = before
     try:
         fork_guard.protect(rendezvous.store)
-        return World(rank, size, rendezvous.store, rendezvous.leave)
+        return World(rank, size, rendezvous.store, rendezvous.leave, forks=forks)
     except BaseException:
         # Nobody has the world yet, and so nobody could leave it.
         fork_guard.release(rendezvous.store)

@@ -46,6 +46,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import fork_count
+from shm_broadcast.threads import caller
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
 __all__ = ["Actions", "Deadlines", "Driver", "ask", "finite_seconds"]
@@ -144,7 +145,9 @@ class Driver:
             CommTimeoutError: The store does not answer.
             NativeError: The store is gone, or holds what no member has written.
         """
+        before = caller.forks
         try:
+            caller.forks = self._forks
             try:
                 return self._follow(steps, partial(steps.send, None))
             except BaseException as error:
@@ -157,6 +160,8 @@ class Driver:
             if raised_by_handler(error):
                 raise
             raise unreadable(self._where, error) from error
+        finally:
+            caller.forks = before
 
     def _follow(self, steps: Steps, begin: Callable[[], protocol.Operation]) -> Any:
         try:

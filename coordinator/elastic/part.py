@@ -411,7 +411,9 @@ class Part(Generic[Groups]):
         store = dist.PrefixStore(f"epoch/{number}", line.store)
         fork_guard.protect(store)
         processes = {rank: note.process for rank, note in enumerate(notes)}
-        self._world = World(members.index(line.me), len(members), store, _nothing, processes, line)
+        self._world = World(
+            members.index(line.me), len(members), store, _nothing, processes, line, self._forks
+        )
         create_s = max(note.create_s for note in self._notes.values())
         if self._layout is None:
             raise InternalError("groups are to be created without a layout")

@@ -2,8 +2,7 @@
 
 Links for heartbeats are opened like this, and so are the connections that carry the tensors of collectives.
 The rank that accepts sends a random challenge. The rank that connects answers with its rank and an HMAC of
-the challenge, keyed with the token that the accepting rank has told the group, and gets an HMAC back. All of
-it runs on the caller's thread.
+the challenge, keyed with the token that the accepting rank has told the group, and gets an HMAC back.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
 from shm_broadcast.descriptors import refusal, refuse_if_full
-from shm_broadcast.errors import CapabilityError, CommTimeoutError, NativeError
+from shm_broadcast.errors import CapabilityError, ClosedError, CommTimeoutError, NativeError
 from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.threads import made_aside
 
 __all__ = ["HEARTBEATS", "TOKEN_BYTES", "Meeting", "Opened", "Target", "listen_at"]
 
@@ -64,9 +64,15 @@ def listen_at(address: str, purpose: str = HEARTBEATS) -> socket.socket:
     Errors say that it is for `purpose`.
 
     Raises:
-        CapabilityError: No descriptor is free.
+        CapabilityError: No descriptor is free, or this process can have no further thread.
         NativeError: The kernel refuses.
+        UsageError: This process is a forked child, which a signal handler has made meanwhile: it must not bind the
+            socket that it has a copy of.
     """
+    return made_aside(lambda: _listening(address, purpose), lambda listener: listener.close(), lambda: None)
+
+
+def _listening(address: str, purpose: str) -> socket.socket:
     try:
         family, target = _resolved(address, 0)
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -130,6 +136,12 @@ class _Call:
         self.challenge = b""
 
 
+def _drop(opened: Mapping[int, Opened]) -> None:
+    """Close connections that nobody gets."""
+    for each in opened.values():
+        each.connection.close()
+
+
 class Meeting:
     """The links that one rank opens at a time."""
 
@@ -155,6 +167,7 @@ class Meeting:
         self._guests: list[_Guest] = []
         self._opened: dict[int, Opened] = {}
         self._selector = selectors.PollSelector()
+        self._is_over = False
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -164,16 +177,31 @@ class Meeting:
     def run(self, check: Callable[[], None], where: str, timeout_s: float) -> dict[int, Opened]:
         """Open all connections, and return them by partner; the caller owns them.
 
+        They are opened on a thread of their own: a signal handler may fork on this one, and the child, which would go
+        on here, would accept connections that are meant for its parent.
+
         Args:
-            check: Called about ten times a second; what it raises ends this.
+            check: Called about ten times a second, on that thread; what it raises ends this.
             where: The beginning of an error's text.
             timeout_s: Deadline in seconds.
 
         Raises:
             CommTimeoutError: Not in time; `.missing` names the partners.
             NativeError: A partner's host refuses connections.
-            CapabilityError: The kernel opens no more sockets.
+            CapabilityError: The kernel opens no more sockets, or this process can have no further thread.
+            UsageError: This process is a forked child, which a signal handler has made while this waited.
         """
+        try:
+            return made_aside(lambda: self._run(check, where, timeout_s), _drop, self._end)
+        except BaseException:
+            self._close()  # an interrupt may come before the thread has begun
+            raise
+
+    def _end(self) -> None:
+        """Let `run` end soon, which nobody waits for any more."""
+        self._is_over = True
+
+    def _run(self, check: Callable[[], None], where: str, timeout_s: float) -> dict[int, Opened]:
         end, next_check = time.monotonic() + timeout_s, time.monotonic() + _SLICE_S
         try:
             if self._listener is not None and self._expected:
@@ -183,6 +211,8 @@ class Meeting:
                 for key, _ in self._selector.select(_SLICE_S / 2 if self._calls else _SLICE_S):
                     key.data()
                 now = time.monotonic()
+                if self._is_over:
+                    raise ClosedError(f"{where}: cancelled, the caller no longer waits")
                 self._drop_guests([guest for guest in self._guests if now >= guest.until])
                 if now >= next_check:
                     next_check = now + _SLICE_S
@@ -199,7 +229,7 @@ class Meeting:
             self._close()
 
     def _close(self) -> None:
-        """Close all that this still owns."""
+        """Close all that this still owns. Idempotent."""
         self._selector.close()
         for connection in (
             self._listener,

@@ -119,8 +119,8 @@ class GlooHostPlane(GatheringHostPlane):
             left_s = self._health.refusals.settle(self._health, operation, until(end))
             options = dist.BarrierOptions()
             options.timeout = backend_timeout(left_s)
-            with self._health.transport(operation):
-                work = self._backend.barrier(options)
+            with self._health.transport(operation) as post:
+                work = post(self._backend.barrier, options)
             self._health.wait(operation, CollectiveWork(work), left_s)
 
         self._turns.make("barrier", stages, limit_s)
@@ -217,8 +217,8 @@ class GlooHostPlane(GatheringHostPlane):
         data = [as_bytes(tensor)]
 
         def stages() -> Handle:
-            with self._health.transport(operation):
-                works = [(self._ranks[peer], self._backend.send(data, peer, tag)) for peer in peers]
+            with self._health.transport(operation) as post:
+                works = [(self._ranks[peer], post(self._backend.send, data, peer, tag)) for peer in peers]
             return self._send_handle(operation, works, tensor, timeout_s or self._timeout_s)
 
         return in_stages(self._health, operation, stages)
@@ -236,8 +236,8 @@ class GlooHostPlane(GatheringHostPlane):
         landing = into if is_direct else torch.empty(into.shape, dtype=into.dtype, device="cpu")
 
         def stages() -> Handle:
-            with self._health.transport(operation):
-                works = [(self._ranks[src], self._backend.recv([as_bytes(landing)], src, tag))]
+            with self._health.transport(operation) as post:
+                works = [(self._ranks[src], post(self._backend.recv, [as_bytes(landing)], src, tag))]
             return self._handle(operation, works, landing, timeout_s, None if is_direct else (into, landing))
 
         return in_stages(self._health, operation, stages)
@@ -285,13 +285,13 @@ class GlooHostPlane(GatheringHostPlane):
         def stages() -> Handle:
             turns = self._sending.take(operation, peers, tag, end)
             try:
-                with self._health.transport(operation):
+                with self._health.transport(operation) as post:
                     for peer in peers:
-                        sent = self._backend.send([first], peer, tag)
+                        sent = post(self._backend.send, [first], peer, tag)
                         if rest.numel():
                             # Keep both works: Gloo drops a send whose work is released before the receiver is ready.
                             works.append((self._ranks[peer], sent))
-                            works.append((self._ranks[peer], self._backend.send([rest], peer, tag)))
+                            works.append((self._ranks[peer], post(self._backend.send, [rest], peer, tag)))
                         else:
                             self._eager.setdefault((peer, tag), _EagerSends()).add(sent, data)
                             self._begin_to_settle(peer, tag)
@@ -353,10 +353,10 @@ class GlooHostPlane(GatheringHostPlane):
         """Receive the first message of a frame from each of `peers`."""
         firsts = {peer: bytearray(FIRST_BYTES) for peer in peers}
         works: list[tuple[int, dist.Work]] = []
-        with self._health.transport(operation):
+        with self._health.transport(operation) as post:
             for peer, first in firsts.items():
                 into = torch.frombuffer(first, dtype=torch.uint8)
-                works.append((self._ranks[peer], self._backend.recv([into], peer, tag)))
+                works.append((self._ranks[peer], post(self._backend.recv, [into], peer, tag)))
         self._handle(operation, works, firsts, None if end is None else until(end), turns=turns).wait()
         return firsts
 
@@ -386,8 +386,8 @@ class GlooHostPlane(GatheringHostPlane):
             raise refusal from error
         frame[:FIRST_BYTES] = first
         rest = torch.frombuffer(frame, dtype=torch.uint8)[FIRST_BYTES:]
-        with self._health.transport(operation):
-            work = self._backend.recv([rest], src, tag)
+        with self._health.transport(operation) as post:
+            work = post(self._backend.recv, [rest], src, tag)
         # The sender is in the middle of its frame: from here on silence is a failure.
         limit_s = self._timeout_s if end is None else until(end)
         self._handle(operation, [(self._ranks[src], work)], rest, limit_s, turns=turns).wait()

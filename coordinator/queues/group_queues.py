@@ -28,6 +28,7 @@ from shm_broadcast.errors import CapabilityError, CommError, DecodeError, PeerLo
 from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import this_process
 from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.threads import caller
 
 # Part of `create_timeout_s` that opening may take; the rest is left for reporting a failure.
 _OPENING_PART = 0.5
@@ -283,7 +284,9 @@ class GroupQueues:
         ends: dict[int, QueueReader] = {}
         failure = ""
         deadline = time.monotonic() + self._create_timeout_s * _OPENING_PART
+        before = caller.forks
         try:
+            caller.forks = self._health.forks
             for writer in writers:
                 offer, left = offers[writer], max(deadline - time.monotonic(), 0.1)
                 keys = pairs.get(writer)
@@ -295,6 +298,8 @@ class GroupQueues:
                 raise
             self._raise_if_ended(error, deadline)
             failure = self._blame(error)
+        finally:
+            caller.forks = before
         self._agree(self._gather(failure))
         return ends
 

@@ -32,6 +32,7 @@ from device_comm.cpu import shared_memory
 from device_comm.health import FOREVER_S
 from shm_broadcast.errors import CommError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, name_host, this_process
+from shm_broadcast.threads import caller, owner_forks
 
 # A deadline of zero has no meaning for the creation of a group.
 _SHORTEST_S: Final = 0.001
@@ -62,12 +63,16 @@ def create(options: Any, given: Any = None) -> BackendProcessGroup | ProcessGrou
         DisagreementError: The ranks hold different settings or versions.
         CapabilityError: A rank could not map the memory, or announced an address that others cannot reach.
     """
+    before = caller.forks
     try:
+        caller.forks = owner_forks()
         if given is not None:
             raise UsageError(f"the backend {BACKEND!r} takes no options, got {given!r}")
         return _create(options)
     except CommError as error:
         raise for_torch(error) from error
+    finally:
+        caller.forks = before
 
 
 def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
@@ -82,7 +87,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
     # A store may be used again for a group of the same name, after the first one was destroyed.
     number = ask_store(lambda: same.add(f"uses/{rank}", 1), where, timeout_s)
     store = dist.PrefixStore(str(number), same)
-    forks = fork_count()
+    forks = owner_forks()
     builders, made, agreed = list[GroupBuilder](), list[GroupParts](), threading.Event()
     # From here on only `made` holds a group that nobody has yet, and so could destroy.
     with kept(made):
@@ -110,7 +115,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
                         device=torch.device("cpu"),
                         backend="gloo",
                         settings=settings,
-                        world=World(rank, max(ranks) + 1, store),
+                        world=World(rank, max(ranks) + 1, store, forks=forks),
                     )
                     builders.append(builder)
                     builder.share(0)

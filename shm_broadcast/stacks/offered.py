@@ -21,6 +21,8 @@ from typing import Final
 from shm_broadcast import _core
 from shm_broadcast.descriptors import read_text, refusal
 from shm_broadcast.errors import UsageError
+from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.liveness import fork_count
 from shm_broadcast.segment import seal
 from shm_broadcast.status.page import own_page
 
@@ -72,6 +74,7 @@ def offer_stacks(number: int) -> None:
         UsageError: The process has another handler for the signal, or writes its stacks on another signal already.
         CapabilityError: The kernel refuses a memfd.
     """
+    forks = fork_count()  # before the look at what a forked child has no more
     with _Own.lock:
         if not number and not _Own.number:
             return
@@ -81,8 +84,13 @@ def offer_stacks(number: int) -> None:
                     f"stack_signal is {number}, but this process writes its stacks on signal {_Own.number}, which its "
                     "first group has named: give all groups of a process the same one"
                 )
-            _name_thread(_Own.descriptor)
-            _empty(_Own.descriptor)
+            try:
+                _name_thread(_Own.descriptor)
+                _empty(_Own.descriptor)
+            except (OSError, ValueError) as error:
+                # A child that a signal handler has forked here has closed its descriptor, and nobody asks it.
+                if forks == fork_count() or raised_by_handler(error):
+                    raise
             return
         if handles(os.getpid(), number):
             raise UsageError(

@@ -54,6 +54,7 @@ from shm_broadcast.errors import (
 from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import PeerWatch, fork_count, refusal_to_watch
 from shm_broadcast.stacks.attached import ask_missing, attach
+from shm_broadcast.threads import owner_forks
 from shm_broadcast.timeouts import as_timedelta
 
 # A waiting rank asks at this interval who else has come on its kernel, so that it can watch them.
@@ -218,7 +219,7 @@ def declining(store: dist.Store, what: str, rank: int) -> Iterator[None]:
 
     The arguments are those of `decline`, which it calls, but not in a child that a signal handler has forked meanwhile.
     """
-    forks = fork_count()
+    forks = owner_forks()
     spare: list[object] = []
     try:
         # With this one a store can be told that is a file: it is opened for each question.
@@ -256,7 +257,7 @@ class _Agreement:
     # Whether the others may have seen this rank, once that is decided by the thread that joins or by the
     # caller that leaves. The first `setdefault` of the key wins, and no signal handler can interrupt it.
     _joins: dict[str, bool] = dataclasses.field(default_factory=dict)
-    _forks: int = dataclasses.field(default_factory=fork_count)
+    _forks: int = dataclasses.field(default_factory=owner_forks)
     _started: float = dataclasses.field(default_factory=time.monotonic)
     _next_look_s: float = LOOK_EVERY_S
     _next_parent_s: float = LOOK_EVERY_S

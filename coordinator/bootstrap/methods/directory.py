@@ -29,17 +29,19 @@ import secrets
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import UNREADABLE, finish_calls
+from coordinator.bootstrap.blocking_calls import UNREADABLE, finish_calls, refuse_inherited
 from shm_broadcast.descriptors import read_text
-from shm_broadcast.errors import CommTimeoutError, UsageError
+from shm_broadcast.errors import ClosedError, CommTimeoutError, UsageError
 from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import ProcessIdentity, fork_count, process_state, this_process
+from shm_broadcast.threads import made_aside, owner_forks
 
 _POINTER: Final = "current"
 _PREFIX: Final = "generation-"
@@ -89,7 +91,8 @@ class DirectoryRendezvous:
         self._generation: Path | None = None
         self._store: dist.Store | None = None
         self._link: Path | None = None
-        self._forks = fork_count()
+        self._forks = owner_forks()
+        self._is_over = False
 
     @property
     def generation(self) -> str:
@@ -102,7 +105,27 @@ class DirectoryRendezvous:
         Raises:
             UsageError: The path cannot be used, or the world sizes differ.
             CommTimeoutError: Rank 0 did not create it within `timeout_s` seconds; `.missing` names rank 0.
+            CapabilityError: This process can have no further thread.
         """
+        return self._aside(lambda: self._join(timeout_s))
+
+    def _aside(self, join: Callable[[], dist.Store]) -> dist.Store:
+        """Join on a thread of its own: a signal handler may fork on this one, and the child would come as its parent.
+
+        What an interrupted call has joined, `leave` lets go of.
+        """
+
+        def join_own() -> dist.Store:
+            refuse_inherited("rendezvous", self._forks)
+            return join()
+
+        return made_aside(join_own, lambda _store: None, self._end)
+
+    def _end(self) -> None:
+        """Let `join` end soon, which nobody waits for any more."""
+        self._is_over = True
+
+    def _join(self, timeout_s: float) -> dist.Store:
         self._generation = self._create() if self._rank == 0 else self._find(timeout_s)
         if self._store is None:
             self._link_store(self._generation)
@@ -116,7 +139,11 @@ class DirectoryRendezvous:
 
         Raises:
             UsageError: No run goes on there.
+            CapabilityError: This process can have no further thread.
         """
+        return self._aside(self._join_later)
+
+    def _join_later(self) -> dist.Store:
         self._directory = self._choose_directory()
         generation = self._follow()
         try:
@@ -273,6 +300,8 @@ class DirectoryRendezvous:
                 seen = self._claim_rank(generation)
                 if not seen:
                     return generation
+            if self._is_over:
+                raise ClosedError(f"rendezvous in {self._directory}: cancelled, the caller no longer waits")
             if time.monotonic() >= deadline:
                 raise CommTimeoutError(
                     f"rendezvous in {self._directory} (rank {self._rank} of {self._world_size}): rank 0 did not join "
@@ -311,11 +340,20 @@ class DirectoryRendezvous:
                 f"rendezvous in {self._directory}: rank 0 was started with a world of {owner.world_size}, "
                 f"rank {self._rank} with {self._world_size}"
             )
+        claim = generation / f"rank-{self._rank}"
         try:
             # The link keeps the generation from being removed.
             self._link_store(generation)
             # The claim is a file, not a key: a query to a store whose file disappears waits five minutes for it.
-            (generation / f"rank-{self._rank}").touch(mode=0o600, exist_ok=False)
+            claim.touch(mode=0o600, exist_ok=False)
+            others = [process for link, process in _links(generation) if link != self._link]
+            if self._follow() != generation and all(map(_has_ended, others)):
+                # Its last process had looked for links before there was this one, and is removing all of it.
+                claim.unlink(missing_ok=True)
+                self._unlink()
+                with tolerating(OSError):  # it still holds something, which that process removes
+                    generation.rmdir()
+                raise FileNotFoundError(errno.ENOENT, "the last process has just left the generation")
         except FileExistsError:
             self.leave()
             return f"another process has already joined the last generation as rank {self._rank}"

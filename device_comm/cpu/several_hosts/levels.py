@@ -115,7 +115,8 @@ class Levels:
         )
         partners = partners_of(rank, hosts)
         wires = {
-            host: Wire(context.ranks[partner], connections[partner]) for host, partner in partners.items()
+            host: Wire(context.ranks[partner], connections[partner], context.health.forks)
+            for host, partner in partners.items()
         }
         self._links = Leaders(context.health, {**partners, self._host: rank}, self._host, wires)
 

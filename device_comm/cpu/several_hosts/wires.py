@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
-from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.errors import UsageError
+from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import fork_count
 
 # One system call sends what is queued, a header and its data.
@@ -54,8 +55,14 @@ class Wire:
         is_refused: Whether a check has failed; nothing more is read then.
     """
 
-    def __init__(self, peer: int, connection: socket.socket) -> None:
-        """Own `connection`, which both ends have accepted."""
+    def __init__(self, peer: int, connection: socket.socket, forks: int | None = None) -> None:
+        """Own `connection`, which both ends have accepted.
+
+        Args:
+            peer: Global rank at the other end.
+            connection: The connection.
+            forks: The fork count of the process to which it belongs; None for this one.
+        """
         _wires.add(weakref.ref(self, _wires.discard))
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -64,7 +71,7 @@ class Wire:
         self.done: list[int] = [0, 0]
         self.is_refused: bool = False
         self._connection = connection
-        self._forks = fork_count()
+        self._forks = fork_count() if forks is None else forks
         self._leaving: deque[memoryview] = deque()
         self._owners: deque[object] = deque()
         self._coming: deque[_Arrival] = deque()
@@ -94,7 +101,12 @@ class Wire:
 
         Raises:
             WireError: The connection has failed, or the other end has closed it.
+            UsageError: It is that of the process that forked this one.
         """
+        if self._forks != fork_count():
+            raise UsageError(
+                f"the connection with rank {self.peer} belongs to the process that forked this one"
+            )
         try:
             self._send()
             self._receive()
@@ -222,7 +234,9 @@ class Swap:
         for wire in self._wires:
             connection, events = wire.interest
             if events and connection.fileno() >= 0:
-                poller.register(connection, events)
+                # In a child that a handler forks just here it is closed now; the next move says whose it is.
+                with tolerating(ValueError):
+                    poller.register(connection, events)
         # Rounded up: a timeout of zero would make a busy loop of the last millisecond.
         poller.poll(int(left_s * 1000) + 1)
 

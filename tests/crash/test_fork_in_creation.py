@@ -29,8 +29,8 @@ CHILD_S = 10.0
 STACKS_S = 8.0
 
 # For all places of a run together.
-RUN_S = 120.0
-STRIDE = 31
+RUN_S = 400.0
+STRIDE = 61
 
 PRODUCT = tuple(f"/{name}/" for name in ("coordinator", "device_comm", "shm_broadcast"))
 
@@ -196,4 +196,4 @@ def test_a_fork_at_many_places_of_a_creation_leaves_it_to_the_parent(
     """As before; which places these are differs from run to run, since the waits have more and fewer looks."""
     port = 0 if kind == "world" else free_port()
     found = HostsPool(ranks2, places).run(fork_at_places, kind, forker, port, forker, STRIDE, timeout_s=RUN_S)
-    check(found[forker], 20)
+    check(found[forker], 10)

@@ -55,34 +55,21 @@ def exchange(
         tag: The messages of one tag stay in order. Calls that may meet each other by mistake need different ones.
         timeout_s: Deadline in seconds; `GroupHealth.wait` tells which errors are raised.
     """
+    sent, received = parts
     works: list[tuple[int, dist.Work]] = []
     try:
-        _post_and_wait(group, threads, health, operation, parts, tag, timeout_s, works)
+        with health.transport(operation) as post:
+            # The receives first: the thread waits in this order, and what arrives is what the call is for.
+            for peer, part in received.items():
+                if part.numel():
+                    works.append((health.ranks[peer], post(group.recv, [part], peer, tag)))
+            for peer, part in sent.items():
+                if part.numel():
+                    works.append((health.ranks[peer], post(group.send, [part], peer, tag)))
+            # Here too, since the system may have no thread to give: what is posted then ends with the group.
+            transfers = ExchangeWorks(threads, works, parts, health.watch.watches)
+        health.wait(operation, transfers, timeout_s)
     finally:
         # Without a call, so that no handler forks between this look and the end of the function, which drops `works`.
         if health.posts.forks != Forks.count:
             _kept.append(works)
-
-
-def _post_and_wait(
-    group: Sending,
-    threads: WaiterThreads,
-    health: GroupHealth,
-    operation: Operation,
-    parts: tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]],
-    tag: int,
-    timeout_s: float,
-    works: list[tuple[int, dist.Work]],
-) -> None:
-    sent, received = parts
-    with health.transport(operation) as post:
-        # The receives first: the thread waits in this order, and what arrives is what the call is for.
-        for peer, part in received.items():
-            if part.numel():
-                works.append((health.ranks[peer], post(group.recv, [part], peer, tag)))
-        for peer, part in sent.items():
-            if part.numel():
-                works.append((health.ranks[peer], post(group.send, [part], peer, tag)))
-        # Here too, since the system may have no thread to give: what is posted then ends with the group.
-        transfers = ExchangeWorks(threads, works, parts, health.watch.watches)
-    health.wait(operation, transfers, timeout_s)

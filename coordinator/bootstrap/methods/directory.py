@@ -36,12 +36,12 @@ from typing import Final
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import UNREADABLE, finish_calls, refuse_inherited
+from coordinator.bootstrap.blocking_calls import UNREADABLE, finish_calls
 from shm_broadcast.descriptors import read_text
 from shm_broadcast.errors import ClosedError, CommTimeoutError, UsageError
 from shm_broadcast.interruption import raised_by_handler, tolerating
 from shm_broadcast.liveness import ProcessIdentity, fork_count, process_state, this_process
-from shm_broadcast.threads import made_aside, owner_forks
+from shm_broadcast.threads import made_aside, owned_by, owner_forks
 
 _POINTER: Final = "current"
 _PREFIX: Final = "generation-"
@@ -114,12 +114,7 @@ class DirectoryRendezvous:
 
         What an interrupted call has joined, `leave` lets go of.
         """
-
-        def join_own() -> dist.Store:
-            refuse_inherited("rendezvous", self._forks)
-            return join()
-
-        return made_aside(join_own, lambda _store: None, self._end)
+        return owned_by(self._forks, lambda: made_aside(join, lambda _store: None, self._end))
 
     def _end(self) -> None:
         """Let `join` end soon, which nobody waits for any more."""

@@ -6,11 +6,14 @@ import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from coordinator.diagnosis import queues
 from coordinator.diagnosis.decoding import decode_page
 from coordinator.diagnosis.model import Page, Queue
 from coordinator.diagnosis.queues import Ring, decode_ring, read_rings
@@ -52,6 +55,39 @@ def test_each_reader_is_shown_with_its_lag() -> None:
         assert slow.progress_ns == 0 < ring.published_ns < fast.progress_ns
         assert {slow.state, fast.state} == {"attached"}
         assert ring.capacity_bytes >= slow.behind_bytes
+
+
+def test_an_end_that_looks_around_for_a_moment_is_shown_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting end's word is 0 while it looks around, at the first or at the second look; nothing else has moved."""
+    with queue(readers=2) as (writer, _):
+        put = partial(put_word, writer._ring._memory)
+        for now, then in ((1, 0), (0, 1), (1, 1), (0, 0)):
+
+            def look_around(_: float, then: int = then) -> None:
+                put(FIELDS["waiting"], then)
+                put(FIELDS["parked"], then, LINE)
+
+            put(FIELDS["waiting"], now)
+            put(FIELDS["parked"], now, LINE)
+            monkeypatch.setattr(queues, "time", SimpleNamespace(sleep=look_around))
+            ring = own_ring()
+            assert ring.writer_waits is bool(now or then)
+            assert [reader.waits for reader in ring.readers] == [False, bool(now or then)]
+        put(FIELDS["parked"], 0, LINE)
+
+
+def test_an_end_that_went_on_between_two_looks_is_shown_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer waited at the first look, and has written its message at the second one."""
+    with queue() as (writer, _):
+        put_word(writer._ring._memory, FIELDS["waiting"], 1)
+
+        def go_on(_: float) -> None:
+            put_word(writer._ring._memory, FIELDS["waiting"], 0)
+            writer.enqueue("step")
+
+        monkeypatch.setattr(queues, "time", SimpleNamespace(sleep=go_on))
+        ring = own_ring()
+        assert (ring.writer_waits, ring.messages, ring.readers[0].behind_messages) == (False, 1, 1)
 
 
 def test_the_end_of_a_queue_and_of_a_reader_are_shown() -> None:

@@ -28,7 +28,7 @@ import msgspec
 from shm_broadcast.descriptors import new_socket, refusal, refuse_if_full
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, DecodeError, PeerLostError
 from shm_broadcast.free_memory import free_memory_bytes
-from shm_broadcast.interruption import is_held
+from shm_broadcast.interruption import is_held, tolerating
 from shm_broadcast.liveness import ProcessIdentity, fork_count, open_pidfd, this_process
 from shm_broadcast.threads import DaemonThread, start_thread
 
@@ -377,7 +377,7 @@ class Handover:
         except BaseException:
             # Ctrl-C may end the wait for the thread's start. If the thread still starts, it sees `_stopping`.
             self._stopping = True
-            self._listener.shutdown(socket.SHUT_RDWR)
+            self._wake()
             if not self._thread.is_alive():
                 self._thread = None
                 self.close_descriptors()
@@ -486,15 +486,20 @@ class Handover:
         is_nested = is_held(self._lock)
         self._stopping = True
         thread = self._thread
-        with self._lock:
-            if thread is None:
+        if thread is None:
+            with self._lock:
                 self.close_descriptors()
-            elif self._listener.fileno() >= 0:
-                # Shutting the listener down wakes the thread; closing it alone would not.
-                self._listener.shutdown(socket.SHUT_RDWR)
-        # A handler inside of the block above must not wait: the thread needs the lock. The outer call waits.
-        if thread is not None and not is_nested:
+            return
+        self._wake()
+        # A handler inside of the block that holds the lock must not wait: the thread needs it. The outer call waits.
+        if not is_nested:
             thread.join()
+
+    def _wake(self) -> None:
+        """Shut the listener down, which wakes the thread; closing it alone would not."""
+        # It may be closed: by the thread, or in a child that a handler has just forked.
+        with self._lock, tolerating(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
 
 
 def _proof(key: bytes, role: bytes, data: bytes) -> bytes:

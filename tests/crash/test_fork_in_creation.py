@@ -2,9 +2,10 @@
 
 import faulthandler
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import product
+from contextlib import closing, contextmanager
+from itertools import count, product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,9 +16,10 @@ from coordinator import parallel_state
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
 from coordinator.stateless import create_stateless_group
+from shm_broadcast.segment import Handover, Segment, take_over
 from shm_broadcast.threads import caller
 from tests.crash.test_fork import ended, fork
-from tests.handlers import handling_where
+from tests.handlers import handling_at, handling_where
 from tests.harness import RankPool
 from tests.ports import free_port
 from tests.samples import sampled
@@ -169,6 +171,44 @@ def check(found: list[list[str]], at_least: int) -> None:
     assert len(found) >= at_least
     wrong = [each for each in found if each[1] != "0" or not each[2].startswith("UsageError")]
     assert not wrong, "\n".join("\n".join(each) for each in wrong)
+
+
+@pytest.mark.guarantee("G10")
+@pytest.mark.parametrize("struck", ["start", "close"])
+def test_a_fork_at_any_place_of_an_offer_of_memory_leaves_it_to_the_parent(struck: str) -> None:
+    """The child, which has closed its copy of the listener, ends the call without an error, and the parent goes on."""
+    key, parent = bytes(32), os.getpid()
+    for step in count():
+        children = list[int]()
+
+        def struck_or_not(
+            call: Callable[[], None], name: str, step: int = step, children: list[int] = children
+        ) -> bool:
+            if name != struck:
+                call()
+                return False
+            places = ("shm_broadcast/segment.py", "shm_broadcast/threads.py")
+            return handling_at(step, call, lambda: children.append(fork()), places)
+
+        try:
+            with closing(Segment.create(1 << 12)) as memory:
+                offer = Handover(memory, key, {0, 1}, lambda _hello, descriptor: os.close(descriptor))
+                has_come = struck_or_not(offer.start, "start")
+                if os.getpid() == parent:
+                    taken, _, watch = take_over(offer.address, key, 0, 1 << 12, timeout_s=10.0)
+                    os.close(watch)
+                    taken.close()
+                    has_come |= struck_or_not(offer.close, "close")
+                offer.close()
+        finally:
+            if os.getpid() != parent:
+                os._exit(int(sys.exc_info()[0] is not None))
+        assert offer._thread is not None
+        assert not offer._thread.is_alive()
+        if not has_come:
+            break
+        assert ended(children[0]) == 0
+    assert step > 5
 
 
 CASES = list(product(CREATIONS, (0, 1), ("AA", "AB")))

@@ -3,13 +3,18 @@
 import os
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
 # Warnings are errors only in CI: a newer compiler on a user's machine must not break an installation.
 STRICT = ["-Werror"] if os.environ.get("CI") == "true" else []
+# A compiler takes up to 0.3 GB, so the number of processors alone is no limit.
+MOST_COMPILERS = 8
 # Every native core is linked with this file, by the option that the file explains.
 FORCED_UNWIND = "shm_broadcast/csrc/forced_unwind.cpp"
 
@@ -51,7 +56,25 @@ def native(name: str, folder: str) -> Extension:
     )
 
 
+class ParallelBuild(build_ext):  # type: ignore[misc]  # setuptools gives it no type
+    """Compiles the files of a core beside each other, one on each processor; setuptools compiles them in turn."""
+
+    def build_extensions(self) -> None:
+        """Build all extensions, as setuptools does."""
+        compile_all = self.compiler.compile
+        processors = min(len(os.sched_getaffinity(0)), MOST_COMPILERS)
+
+        def compile_beside(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(processors) as pool:
+                objects = pool.map(lambda source: compile_all([source], **options), sources)
+                return [each for made in objects for each in made]
+
+        self.compiler.compile = compile_beside
+        super().build_extensions()
+
+
 setup(
+    cmdclass={"build_ext": ParallelBuild},
     ext_modules=[
         native("shm_broadcast._core", "shm_broadcast/csrc"),
         native("device_comm._core", "device_comm/csrc"),

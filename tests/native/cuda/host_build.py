@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import os
 import subprocess
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ OPTIONS = (
 )
 # A library runs for a moment: to optimise it more takes longer than it saves. A stress program is worth -O1.
 LIBRARY = ("-Og", "-shared", "-fPIC")
+# The variable that names the folder of another test run, whose libraries a run inside of it shares.
+FOLDER = "HOST_LIBRARIES"
 
 
 def compiler() -> str:
@@ -36,6 +39,8 @@ def compiler() -> str:
 
 def shared_folder(factory: pytest.TempPathFactory) -> Path:
     """Return a folder for host libraries that all processes of this test run share."""
+    if FOLDER in os.environ:
+        return Path(os.environ[FOLDER])
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # the directory of a worker is in that of the whole run
@@ -59,14 +64,16 @@ def build_host_library(world_size: int, dtype: str, directory: Path, *, emulate:
         directory: The directory of the library.
         emulate: Whether one launch runs all ranks, which is a build with -DEMULATE=1.
     """
-    library = directory / f"kernels_{world_size}_{dtype}{'_emulate' if emulate else ''}.so"
+    text = kernel_source()
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    library = directory / f"kernels_{world_size}_{dtype}{'_emulate' if emulate else ''}_{digest}.so"
     if library.exists():
         return library
     with open(library.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             source = library.with_suffix(".cu")
-            source.write_text(kernel_source())
+            source.write_text(text)
             unfinished = library.with_suffix(".unfinished")
             flags = ("-DEMULATE=1",) if emulate else ()
             compile_host(source, "host_library.cpp", unfinished, world_size, dtype, (*flags, *LIBRARY))

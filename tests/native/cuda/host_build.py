@@ -28,7 +28,7 @@ OPTIONS = (
 )
 # A library runs for a moment: to optimise it more takes longer than it saves. A stress program is worth -O1.
 LIBRARY = ("-Og", "-shared", "-fPIC")
-# The variable that names the folder of another test run, whose libraries a run inside of it shares.
+# The variable that names the folder in which another test run has its libraries, which a run inside of it shares.
 FOLDER = "HOST_LIBRARIES"
 
 
@@ -38,13 +38,14 @@ def compiler() -> str:
 
 
 def shared_folder(factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for host libraries that all processes of this test run share."""
-    if FOLDER in os.environ:
-        return Path(os.environ[FOLDER])
+    """Return a folder for libraries of this source that all processes of this test run share."""
     base = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if FOLDER in os.environ:
+        base = Path(os.environ[FOLDER])
+    elif "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # the directory of a worker is in that of the whole run
-    folder = base / "host-libraries"
+    digest = hashlib.sha256(kernel_source().encode()).hexdigest()
+    folder = base / f"host-libraries-{digest[:8]}"
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -64,16 +65,14 @@ def build_host_library(world_size: int, dtype: str, directory: Path, *, emulate:
         directory: The directory of the library.
         emulate: Whether one launch runs all ranks, which is a build with -DEMULATE=1.
     """
-    text = kernel_source()
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    library = directory / f"kernels_{world_size}_{dtype}{'_emulate' if emulate else ''}_{digest}.so"
+    library = directory / f"kernels_{world_size}_{dtype}{'_emulate' if emulate else ''}.so"
     if library.exists():
         return library
     with open(library.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             source = library.with_suffix(".cu")
-            source.write_text(text)
+            source.write_text(kernel_source())
             unfinished = library.with_suffix(".unfinished")
             flags = ("-DEMULATE=1",) if emulate else ()
             compile_host(source, "host_library.cpp", unfinished, world_size, dtype, (*flags, *LIBRARY))

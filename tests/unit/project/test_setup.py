@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[3]
 )
 def test_a_platform_that_cannot_work_is_refused(pretence: str, reason: str) -> None:
     """The text is what pip shows; without it, the native cores would be built and corrupt their state."""
-    code = f"import runpy, setuptools, sys, sysconfig\n{pretence}\nsys.argv = ['setup.py', '--version']\n"
-    code += "runpy.run_path('setup.py')"
+    # What setup.py imports is imported before: on a pretended platform these modules find no configuration.
+    code = f"import runpy, setuptools.command.build_ext, sys, sysconfig\n{pretence}\n"
+    code += "sys.argv = ['setup.py', '--version']\nrunpy.run_path('setup.py')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert reason in done.stderr

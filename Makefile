@@ -72,7 +72,7 @@ test-fast: $(STAMP) ## Run unit and architecture tests without the slow ones, in
 	$(PY) -m pytest -q -n $(FAST_WORKERS) -m "not slow and not thorough" tests/unit tests/architecture
 
 test-native: $(STAMP) ## Run the slow tests of native code: the cores under sanitizers, their protocols, kernels with injected bugs
-	$(PY) -m pytest -q -n $(SLOW_WORKERS) $(END_HANGING) -m "thorough and not proof" tests/native
+	$(PY) -m pytest -q -n 2 $(END_HANGING) -m "thorough and not proof" tests/native
 
 test-thorough: $(STAMP) ## Run all other slow tests, and the whole of stress, fuzzing, the matrix of failures and ten thousand cycles, in under an hour
 	$(PY) -m pytest -q -n $(SLOW_WORKERS) --maxschedchunk=8 --durations=25 -o faulthandler_timeout=2400 $(END_HANGING) -m "proof or (thorough and not native)" tests

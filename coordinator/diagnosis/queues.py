@@ -98,7 +98,7 @@ class Ring(msgspec.Struct, frozen=True):
 
 
 def read_rings(pages: Iterable[tuple[Page, int | None]]) -> tuple[Ring, ...]:
-    """Return the queues and channels that pages show. Takes `AGAIN_S` if an end seems not to wait.
+    """Return the queues and channels that pages show. Takes `AGAIN_S` if an end of a queue seems not to wait.
 
     Args:
         pages: Each page, and its process as this one sees it; None if that has ended.
@@ -109,10 +109,19 @@ def read_rings(pages: Iterable[tuple[Page, int | None]]) -> tuple[Ring, ...]:
             ends.setdefault((end.inode, end.offset), []).append((page, pid, end))
     named = [each for _, each in sorted(ends.items(), key=lambda item: item[1][0][2].name)]
     early = [_read_ring(each) for each in named]
-    if all(ring.fault or (ring.writer_waits and all(each.waits for each in ring.readers)) for ring in early):
+    if not any(map(_may_wait, early)):
         return tuple(early)
     time.sleep(AGAIN_S)
-    return tuple(_of_two(ring, _read_ring(each)) for ring, each in zip(early, named, strict=True))
+    return tuple(
+        _of_two(ring, _read_ring(each)) if _may_wait(ring) else ring
+        for ring, each in zip(early, named, strict=True)
+    )
+
+
+def _may_wait(ring: Ring) -> bool:
+    """Return whether an end of a queue may wait that seems not to. An end of a channel waits in a call, which is shown."""
+    waits = ring.writer_waits and all(reader.waits for reader in ring.readers)
+    return not (ring.is_channel or ring.fault or waits)
 
 
 def _of_two(early: Ring, late: Ring) -> Ring:

@@ -119,7 +119,7 @@ def read_rings(pages: Iterable[tuple[Page, int | None]]) -> tuple[Ring, ...]:
 
 
 def _may_wait(ring: Ring) -> bool:
-    """Return whether an end of a queue may wait that seems not to. An end of a channel waits in a call, which is shown."""
+    """Return whether an end that seems not to wait may do so. A wait for a channel is shown as a call."""
     waits = ring.writer_waits and all(reader.waits for reader in ring.readers)
     return not (ring.is_channel or ring.fault or waits)
 

@@ -26,7 +26,7 @@ OPTIONS = (
     "-Wno-attributes",
     f"-I{HERE}",
 )
-# A library runs for a moment: to optimise it more takes longer than it saves. A stress program is worth -O1.
+# A library runs for a moment: to optimise it more takes longer than it saves.
 LIBRARY = ("-Og", "-shared", "-fPIC")
 # The variable that names the folder in which another test run has its libraries, which a run inside of it shares.
 FOLDER = "HOST_LIBRARIES"

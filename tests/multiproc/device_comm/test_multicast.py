@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from device_comm.cuda import error_record
 from device_comm.cuda.custom.multicast import MulticastMemory
 from device_comm.cuda.policy.decision import Algorithm
 from tests.custom_ranks import FIRST_RANK, CustomRank
 from tests.fake_cuda import violations
 from tests.harness import RankPool, run_ranks
+from tests.waiting import wait_until
 from tests.worlds import outcome_of
 
 BF16 = torch.bfloat16
@@ -295,17 +297,25 @@ def test_a_rank_may_leave_alone(ranks3: RankPool, libraries: str) -> None:
         assert all(each.startswith("memory memory-") for each in left), left
 
 
-def gives_up(rank: int, world_size: int, directory: Path, libraries: str) -> tuple[list[str], str]:
+def gives_up(
+    rank: int, world_size: int, directory: Path, libraries: str, is_told: bool
+) -> tuple[list[str], str]:
     me = rank_of(rank, world_size, directory, libraries, deadline_s=2.0)
-    custom = me.create()
-    sums(me, 1, 1024, BF16)
-    kind = ""
-    if rank != 1:
-        buffer = me.buffer(1024, BF16).data_ptr()
-        assert custom.all_reduce(buffer, buffer, 1024, BF16, 1)
-        kind = outcome_of(custom.check)["kind"]
-    me.meet()
-    custom.destroy()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank != 1 or not is_told:
+            # A rank looks for the failures of others four times a second, so also between theirs and its own end.
+            patch.setattr(error_record, "FAILURE_EVERY_S", 3600.0)
+        custom = me.create()
+        sums(me, 1, 1024, BF16)
+        kind = ""
+        if rank != 1:
+            buffer = me.buffer(1024, BF16).data_ptr()
+            assert custom.all_reduce(buffer, buffer, 1024, BF16, 1)
+            kind = outcome_of(custom.check)["kind"]
+        me.meet()
+        if is_told:
+            wait_until(lambda: me.health.is_broken, "rank 1 to see that the others have failed", 20.0)
+        custom.destroy()
     left = sorted({each.split()[0] for each in me.left()})
     me.health.close()
     me.health.release()
@@ -316,8 +326,14 @@ def gives_up(rank: int, world_size: int, directory: Path, libraries: str) -> tup
 
 
 @pytest.mark.guarantee("D84")
-def test_memory_that_a_peer_may_use_after_a_failure_is_kept(ranks3: RankPool, libraries: str) -> None:
-    """Ranks whose kernels gave up cannot know how far the others are. They unmap the object and keep their memory."""
-    for rank, (left, kind) in enumerate(ranks3.run(gives_up, libraries)):
-        assert left == ([] if rank == 1 else ["VMM", "mapping", "memory", "multicast"])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_memory_that_a_peer_may_use_after_a_failure_is_kept(
+    ranks3: RankPool, libraries: str, is_told: bool
+) -> None:
+    """Ranks whose kernels gave up cannot know how far the others are. They unmap the object and keep their memory.
+
+    So does a rank that has made no call since, but has been told of the failure.
+    """
+    for rank, (left, kind) in enumerate(ranks3.run(gives_up, libraries, is_told)):
+        assert left == ([] if rank == 1 and not is_told else ["VMM", "mapping", "memory", "multicast"])
         assert kind == ("" if rank == 1 else "CommTimeoutError")

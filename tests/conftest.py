@@ -14,6 +14,7 @@ import pytest
 from shm_broadcast.status.layout import pack_record
 from shm_broadcast.status.page import own_page
 from tests import rank_processes
+from tests.frame_evaluator import COMPILED, frames_compiled
 from tests.harness import RankPool
 from tests.late_alarms import take_late_alarms
 from tests.leaks import Snapshot, leaked_since
@@ -154,13 +155,15 @@ def pytest_make_collect_report(
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Fail the test if this process holds more resources after it than before. Ranks check themselves."""
-    before = Snapshot.take()
+    before, compiled = Snapshot.take(), frames_compiled()
     yield
     leaks = leaked_since(
         before,
         ignored_descriptors=rank_processes.own_descriptors,
         ignored_children=rank_processes.own_children,
     )
+    if frames_compiled() != compiled:
+        leaks.append(COMPILED)
     if leaks:
         pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
     # Tests import more of torch: each collection would take 0.2 s for it.
@@ -202,4 +205,11 @@ def ranks2() -> Iterator[RankPool]:
 def ranks4() -> Iterator[RankPool]:
     """Start four processes that run one function after another. Those of `ranks2` show that torch can end too."""
     with RankPool(4, brief=True) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def compilers2() -> Iterator[RankPool]:
+    """Start two processes that run one function after another, which may use `torch.compile`."""
+    with RankPool(2, brief=True, compiles=True) as pool:
         yield pool

@@ -1,7 +1,8 @@
 """Run a function in several processes with a deadline, and report failures by rank.
 
 `run_ranks` starts new processes for one function. `RankPool` keeps its processes for many functions. Use the
-fixtures `ranks2` and `ranks4`, unless a rank is killed or the process itself is under test.
+fixtures `ranks2` and `ranks4`, unless a rank is killed or the process itself is under test. What uses `torch.compile`
+runs by `run_ranks`, or in the fixture `compilers2`.
 
 A rank's function is at the top level of a test module and starts with
 `def body(rank: int, world_size: int, directory: Path, ...)`. `directory` is new for every call and the same for all
@@ -80,7 +81,7 @@ def run_ranks(
             behind. No process survives.
     """
     __tracebackhide__ = True
-    with RankPool(world_size, environ=environ, fresh=fresh, brief=True) as pool:
+    with RankPool(world_size, environ=environ, fresh=fresh, brief=True, compiles=True) as pool:
         return pool.run(
             target,
             *args,
@@ -104,15 +105,18 @@ class RankPool:
         environ: Mapping[str, str] | None = None,
         fresh: bool = False,
         brief: bool = False,
+        compiles: bool = False,
     ) -> None:
         """Prepare a pool of `world_size` processes; the first `run` starts them.
 
-        With `brief` they skip the part of their exit that concerns torch alone, as `rank_main.end_briefly` says.
+        With `brief` they skip the part of their exit that concerns torch alone, as `rank_main.end_briefly` says. With
+        `compiles` a function may use `torch.compile`, as `frame_evaluator` says.
         """
         self.world_size = world_size
         self._environ = dict(environ or {})
         self._fresh = fresh
         self._brief = brief
+        self._compiles = compiles
         self._processes: list[RankProcess] = []
         self._directory: Path | None = None
 
@@ -155,9 +159,10 @@ class RankPool:
             for process in self._processes:
                 process.forget_output()
                 job = {"target": name, "rank": process.number, "world_size": self.world_size, "args": args}
+                job |= {"directory": str(directory), "check_leaks": check_leaks, "compiles": self._compiles}
                 # `_collect` finds a process that has died since the last run.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    send(process.channel, {**job, "directory": str(directory), "check_leaks": check_leaks})
+                    send(process.channel, job)
             if while_running is not None:
                 while_running(self.pids)
             values, failures = _collect(self._processes, timeout_s, set(expect_dead))

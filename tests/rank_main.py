@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from tests.frame_evaluator import COMPILED, frames_compiled
 from tests.late_alarms import take_late_alarms
 from tests.leaks import Snapshot, leaked_since
 from tests.rank_exit import RankExit
@@ -241,6 +242,7 @@ def _run(job: Message, errors: list[str]) -> Message:
     """Run a rank's function; return {"value": ...} or {"failure": text}."""
     try:
         body = _target(job["target"])
+        compiled = frames_compiled()
         before = Snapshot.take()
         value = body(job["rank"], job["world_size"], Path(job["directory"]), *job["args"])
         reply = {"value": value}
@@ -254,6 +256,7 @@ def _run(job: Message, errors: list[str]) -> Message:
         return {"failure": "an error that nobody caught:\n" + "\n".join(errors)}
     leaks = leaked_since(before) if job["check_leaks"] else []
     leaks += _process_group_left()
+    leaks += [] if job["compiles"] or frames_compiled() == compiled else [COMPILED]
     return {"failure": "left behind:\n  " + "\n  ".join(leaks)} if leaks else reply
 
 

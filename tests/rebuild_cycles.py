@@ -453,7 +453,8 @@ class Crowd:
         process = RankProcess(number, self.directory, {}, fresh=False, brief=True)
         self._processes[number] = process
         job = {"target": f"{__name__}:serve", "rank": number, "world_size": 0, "args": []}
-        send(process.channel, {**job, "directory": str(self.directory), "check_leaks": True})
+        job |= {"directory": str(self.directory), "check_leaks": True, "compiles": False}
+        send(process.channel, job)
         channel, _ = self._control.accept()
         channel.settimeout(2 * TIMEOUT_S)
         said = receive(channel)

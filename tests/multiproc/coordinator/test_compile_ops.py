@@ -13,7 +13,7 @@ import torch
 
 from coordinator import ClosedError, GroupCoordinator, ReduceOperation, UsageError, group_registry
 from coordinator.testing import FakeGroupCoordinator
-from tests.harness import RankPool
+from tests.harness import RankPool, run_ranks
 from tests.worlds import join_world, new_group, outcome_of, world
 
 ROOT = Path(__file__).parents[3]
@@ -80,11 +80,12 @@ def compiled(rank: int, world_size: int, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_a_compiled_step_is_one_graph_with_the_same_results(
-    ranks2: RankPool, ranks4: RankPool, size: int
-) -> None:
+def test_a_compiled_step_is_one_graph_with_the_same_results(compilers2: RankPool, size: int) -> None:
     """There is no graph break, sizes are symbolic, and the results have the bits of the plain calls."""
-    (ranks2 if size == 2 else ranks4).run(compiled)
+    if size == 2:
+        compilers2.run(compiled)
+    else:
+        run_ranks(compiled, size)
 
 
 def failures(rank: int, world_size: int, directory: Path) -> list[str]:
@@ -123,9 +124,9 @@ def failures(rank: int, world_size: int, directory: Path) -> list[str]:
     return found
 
 
-def test_errors_in_a_graph_are_those_of_the_call(ranks2: RankPool) -> None:
+def test_errors_in_a_graph_are_those_of_the_call(compilers2: RankPool) -> None:
     """At a deadline the error names the missing ranks and the group is broken. A destroyed group is closed."""
-    assert ranks2.run(failures) == [["GroupBrokenError", "ClosedError"], ["ClosedError"]]
+    assert compilers2.run(failures) == [["GroupBrokenError", "ClosedError"], ["ClosedError"]]
 
 
 # --- one process ------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_mistakes_in_a_graph_are_refused() -> None:
 
 
 def test_operations_return_new_tensors_also_in_a_group_of_one() -> None:
-    """An operation must not return its input and copies it. The method returns its input, also when it is compiled."""
+    """An operation must not return its input and copies it."""
     x = torch.ones(2, 4)
     with FakeGroupCoordinator(0, 1) as group:
         name = group.unique_name
@@ -181,11 +182,20 @@ def test_operations_return_new_tensors_also_in_a_group_of_one() -> None:
             assert result.data_ptr() != x.data_ptr()
             assert torch.equal(result, x)
 
+
+def compiled_alone(rank: int, world_size: int, directory: Path) -> None:
+    """Compile the methods of a group of one."""
+    x = torch.ones(2, 4)
+    with FakeGroupCoordinator(rank, world_size) as group:
         run = torch.compile(
             lambda x: group.reduce_scatter(group.all_reduce(x)), fullgraph=True, backend="eager"
         )
         assert run(x) is x
-        torch._dynamo.reset()
+
+
+def test_compiled_methods_return_their_input_in_a_group_of_one() -> None:
+    """As the plain methods do."""
+    run_ranks(compiled_alone, 1)
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.thorough)])

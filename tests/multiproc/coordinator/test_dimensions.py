@@ -262,6 +262,6 @@ def compiled(rank: int, world_size: int, directory: Path) -> None:
 
 
 @pytest.mark.guarantee("G22")
-def test_a_compiled_function_uses_the_groups_of_its_caller(ranks2: RankPool) -> None:
+def test_a_compiled_function_uses_the_groups_of_its_caller(compilers2: RankPool) -> None:
     """The function is compiled again when the groups change, and never calls those for which it was compiled."""
-    ranks2.run(compiled)
+    compilers2.run(compiled)

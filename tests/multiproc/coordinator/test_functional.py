@@ -141,10 +141,10 @@ def compiled(rank: int, world_size: int, directory: Path) -> list[Any]:
         return [torch.equal(a, b) for a, b in zip(made, expected, strict=True)]
 
 
-def test_functional_collectives_are_traced(ranks2: RankPool) -> None:
+def test_functional_collectives_are_traced(compilers2: RankPool) -> None:
     """They become one graph with the operations of this package."""
     # The compiler leaves pipes and sockets itself.
-    assert ranks2.run(compiled, timeout_s=120, check_leaks=False) == [[True, True]] * 2
+    assert compilers2.run(compiled, timeout_s=120, check_leaks=False) == [[True, True]] * 2
 
 
 def lazy_inputs(rank: int, world_size: int, directory: Path) -> None:

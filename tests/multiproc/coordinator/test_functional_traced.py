@@ -83,10 +83,10 @@ def compiled(rank: int, world_size: int, directory: Path) -> list[Any] | None:
         return [outcome["kind"]]
 
 
-def test_exchanges_broadcasts_and_lists_are_traced(ranks2: RankPool) -> None:
+def test_exchanges_broadcasts_and_lists_are_traced(compilers2: RankPool) -> None:
     """They become one graph with symbolic sizes and the bits of the plain calls. A destroyed group is closed."""
     # The compiler leaves pipes and sockets itself.
-    assert ranks2.run(compiled, timeout_s=120, check_leaks=False) == [["ClosedError"], None]
+    assert compilers2.run(compiled, timeout_s=120, check_leaks=False) == [["ClosedError"], None]
 
 
 # --- one process ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from coordinator import GroupCoordinator, ReduceOperation, UsageError, functional
 from coordinator.testing import FakeGroupCoordinator
-from tests.harness import RankPool
+from tests.harness import RankPool, run_ranks
 from tests.worlds import outcome_of, refused, world
 
 Call = Callable[[GroupCoordinator, torch.Tensor], torch.Tensor]
@@ -126,10 +126,10 @@ def compiled(rank: int, world_size: int, directory: Path) -> None:
 
 
 @pytest.mark.guarantee("D61")
-def test_a_compiler_traces_the_gradients(ranks2: RankPool) -> None:
+def test_a_compiler_traces_the_gradients(compilers2: RankPool) -> None:
     """The graph of one rank, forward and backward, meets the plain calls of the other and has the same gradients."""
     # The compiler leaves pipes and sockets itself.
-    ranks2.run(compiled, timeout_s=180, check_leaks=False)
+    compilers2.run(compiled, timeout_s=180, check_leaks=False)
 
 
 def lost(group: GroupCoordinator) -> dict[str, Callable[[], Any]]:
@@ -201,10 +201,8 @@ def test_calls_without_a_gradient_refuse_to_lose_it(size: int) -> None:
         assert parameter.tolist() == [size, size]
 
 
-@pytest.mark.guarantee("D61")
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_compiled_gather_into_a_list_refuses_to_lose_a_gradient(size: int) -> None:
-    """As the plain call does: the compiler fails with our words. Without grad mode it compiles."""
+def compiled_into_a_list(rank: int, world_size: int, directory: Path, size: int) -> None:
+    """Compile a gather into a list in a group of `size`."""
     with FakeGroupCoordinator(0, size) as group:
         outputs = list(torch.empty(size, 3).unbind(0))
 
@@ -216,6 +214,13 @@ def test_a_compiled_gather_into_a_list_refuses_to_lose_a_gradient(size: int) -> 
             run(torch.ones(3, requires_grad=True))
         with torch.no_grad():
             assert run(torch.ones(3, requires_grad=True)).item() == 3.0 * size
+
+
+@pytest.mark.guarantee("D61")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_compiled_gather_into_a_list_refuses_to_lose_a_gradient(size: int) -> None:
+    """As the plain call does: the compiler fails with our words. Without grad mode it compiles."""
+    run_ranks(compiled_into_a_list, 1, size)
 
 
 def test_a_group_of_one_passes_gradients_on() -> None:

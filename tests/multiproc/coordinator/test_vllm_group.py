@@ -79,9 +79,9 @@ def sums(rank: int, world_size: int, directory: Path) -> None:
         torch._dynamo.reset()
 
 
-def test_a_plain_sum_is_done_in_place(ranks2: RankPool) -> None:
+def test_a_plain_sum_is_done_in_place(compilers2: RankPool) -> None:
     """As with vLLM's communicator for CPUs; other forms of the call create a tensor, and keep gradients."""
-    ranks2.run(sums)
+    compilers2.run(sums)
 
 
 def queues(rank: int, world_size: int, directory: Path) -> list[str]:

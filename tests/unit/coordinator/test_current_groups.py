@@ -2,7 +2,8 @@
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,9 @@ import torch
 from coordinator import ParallelGroups, ParallelLayout, UsageError, current_groups, parallel_state
 from coordinator.groups import set_default_groups
 from coordinator.testing import fake_groups
+from tests.harness import run_ranks
 
 ONES = torch.ones(2)
-
-
-@pytest.fixture
-def default() -> Iterator[Callable[[ParallelGroups | None], object]]:
-    """Return a function that sets the default groups of the process; there are none again afterwards."""
-    yield set_default_groups
-    set_default_groups(None)
 
 
 def on_a_thread(target: Callable[[], Any]) -> Any:
@@ -77,17 +72,10 @@ def facts(x: torch.Tensor) -> torch.Tensor:
     return x + stage + tensor + place + decode + world
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.guarantee("G22")
-def test_compiled_getters_answer_for_the_context_that_calls(
-    default: Callable[[ParallelGroups | None], object],
-) -> None:
-    """The graph has no break. With other groups, in other threads and with another default it is compiled again."""
-    import torch._dynamo
+def compiled_getters(rank: int, world_size: int, directory: Path) -> None:
+    """Compile getters, and call them for several groups, from several threads."""
     from torch._dynamo.testing import CompileCounter
 
-    torch._dynamo.reset()
     counter = CompileCounter()
     run = torch.compile(facts, fullgraph=True, backend=counter)
     one = fake_groups(ParallelLayout(tensor=2, pipeline=2, decode_context=2), 0)
@@ -110,7 +98,7 @@ def test_compiled_getters_answer_for_the_context_that_calls(
             assert answers(alike)
         assert counter.frame_count == 2, "equal facts need no other graph"
     for groups in (other, one, other):
-        default(groups)
+        set_default_groups(groups)
         assert answers(groups)
     made = counter.frame_count
     assert on_a_thread(lambda: answers(other))
@@ -120,22 +108,25 @@ def test_compiled_getters_answer_for_the_context_that_calls(
         assert on_a_thread(lambda: context.run(answers, one))
         assert answers(one)
     assert counter.frame_count == made
-    default(None)
+    set_default_groups(None)
     with pytest.raises(Exception, match="current groups|no exception handler"):
         run(ONES)
-    torch._dynamo.reset()
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.guarantee("G22")
+def test_compiled_getters_answer_for_the_context_that_calls() -> None:
+    """The graph has no break. With other groups, in other threads and with another default it is compiled again."""
+    run_ranks(compiled_getters, 1)
 
 
 def reduced(x: torch.Tensor) -> torch.Tensor:
     return parallel_state.get_tp_group().all_reduce(x)
 
 
-@pytest.mark.slow
-def test_a_compiled_call_goes_to_the_group_that_is_current() -> None:
-    """A collective of a group that a getter returned is an operation with the name of that group."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
+def compiled_calls(rank: int, world_size: int, directory: Path) -> None:
+    """Compile a collective, and call it for several groups."""
     run = torch.compile(reduced, fullgraph=True, backend="eager")
     two, four, one = (fake_groups(ParallelLayout(tensor=size), 0) for size in (2, 4, 1))
     for _ in range(2):
@@ -146,4 +137,9 @@ def test_a_compiled_call_goes_to_the_group_that_is_current() -> None:
     again = fake_groups(ParallelLayout(tensor=2), 0)
     with again.as_current():
         assert torch.equal(run(ONES), ONES * 2)
-    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_compiled_call_goes_to_the_group_that_is_current() -> None:
+    """A collective of a group that a getter returned is an operation with the name of that group."""
+    run_ranks(compiled_calls, 1)

@@ -51,6 +51,10 @@ def test_thread():
 
 def test_directory(): kept.append(tempfile.mkdtemp(prefix=TEMP_PREFIX))
 
+def test_compile():
+    import torch
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+
 def test_warning(): warnings.warn("a warning is an error")
 
 def test_environment():
@@ -116,8 +120,10 @@ def test_what_is_against_the_rules_fails(tmp_path: Path) -> None:
         "test_child",
         "test_thread",
         "test_directory",
+        "test_compile",
         "test_warning",
     }, output
+    assert "torch.compile has run" in output
     assert found["test_good"] == found["test_environment"] == "PASSED"
     assert found["test_expected"] == "XFAIL"
     assert "needs 99 GPUs" in output

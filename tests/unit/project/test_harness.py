@@ -388,6 +388,22 @@ def test_a_pool_keeps_its_processes(ranks2: RankPool) -> None:
     assert first[0]["directory"] != second[0]["directory"]
 
 
+def compile_something(rank: int, world_size: int, directory: Path) -> None:
+    """Call a function compiled by torch."""
+    import torch
+
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2.0
+
+
+def test_a_function_that_compiles_fails_in_processes_that_others_use() -> None:
+    """The frame evaluator stays in them, and changes where signal handlers run."""
+    with RankPool(1) as pool, pytest.raises(RankFailureError, match="torch.compile has run"):
+        pool.run(compile_something)
+    with RankPool(1, compiles=True) as pool:
+        pool.run(compile_something)
+    run_ranks(compile_something, 1)
+
+
 def test_a_pool_is_rebuilt_after_a_failure() -> None:
     """A failure ends all processes of the pool, and the next function runs in new ones."""
     with RankPool(2) as pool:

@@ -68,7 +68,11 @@ class Put(msgspec.Struct, frozen=True):
 
 
 class Get(msgspec.Struct, frozen=True):
-    """Return those of the keys that are set, with their values."""
+    """Return those of the keys that are set, with their values.
+
+    The keys are read one after the other, in this order, and others write meanwhile. So the key that is written last
+    comes first: if it is found, then so are those that were written before.
+    """
 
     keys: tuple[str, ...]
 
@@ -429,9 +433,9 @@ def decided_without(me: int, epoch: int, known: Callable[[str], str | None]) -> 
 
 def _state_of(number: int) -> Steps:
     """Return "failed", "open", or what was decided in an attempt that is complete. A prepared change is given up."""
-    names = ("members", "go", "result", "decision")
+    names = ("decision", "result", "go", "members")
     known = yield Get(tuple(_key(number, name) for name in names))
-    go, result, decision = (known.get(_key(number, name)) for name in names[1:])
+    decision, result, go, _ = (known.get(_key(number, name)) for name in names)
     if result == OK:
         decided = _decided_decoder.decode(known[_key(number, "members")])
         if decided.is_planned and decision is None:
@@ -533,7 +537,7 @@ def _decide(me: int, number: int, electorate: tuple[int, ...], note: str, *, is_
             yield Put(_key(number, "present", me), msgspec.json.encode(presence).decode())
             told = dead
         keys = {member: _key(number, "present", member) for member in electorate}
-        found = yield Get((_key(number, "members"), _key(number, "go"), *keys.values()))
+        found = yield Get((_key(number, "go"), _key(number, "members"), *keys.values()))
         if _key(number, "members") in found:
             return _decided_decoder.decode(found[_key(number, "members")])
         if _key(number, "go") in found:

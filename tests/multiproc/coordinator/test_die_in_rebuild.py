@@ -16,11 +16,11 @@ from tests.harness import run_ranks
 from tests.multiproc.coordinator.test_rebuild import TIMEOUT_S, elastic_groups, end, failing, use
 from tests.waiting import wait_until
 
-OUTCOMES = ("members", "go", "result")
-"""What is decided in a rebuild, each by whoever writes its key first."""
+OUTCOMES = {"Get present": "members", "Get confirm": "go", "Get made": "result"}
+"""What is decided in a rebuild, each by whoever writes its key first, and the step that asks for it."""
 
 FOLLOWS = (
-    "Get decision",
+    "Get members",
     "Dead",
     "Put present",
     "Get present",
@@ -100,8 +100,9 @@ class Steps:
 
     def _wait_for_the_leader(self, driver: Driver, wants: Get) -> None:
         """Ask for an outcome only once there is one, or nobody who would decide it."""
-        outcome, *_ = wants.keys
-        if outcome.partition("/")[2] in OUTCOMES and step_of(wants) != "Get decision":
+        name = OUTCOMES.get(step_of(wants))
+        if name is not None:
+            outcome = f"{wants.keys[0].partition('/')[0]}/{name}"
             wait_until(
                 lambda: driver._store.check([outcome]) or self._death.exists(), f"{outcome} from the leader"
             )

@@ -52,6 +52,8 @@ class Limits:
         failing: Ranks that cannot create their groups, for reasons of their own.
         refusing: Ranks that cannot go on with what was chosen, and say so before anything has changed.
         strays: Members that call `rebuild` where they should commit what is prepared.
+        reads_singly: Whether others may write between the answers to the keys of one `Get`, as on a store. There are
+            many more states then.
         members: How many there are; `explore` fills it in.
     """
 
@@ -67,6 +69,7 @@ class Limits:
     refusing: tuple[int, ...] = ()
     forgets: bool = False
     strays: tuple[int, ...] = ()
+    reads_singly: bool = False
     members: int = 0
 
 
@@ -110,7 +113,7 @@ class _Place:
 
     Attributes:
         told: One series of answers that leads there.
-        wants: What it has yielded; None at its end.
+        wants: What it has yielded; None at its end. If it reads singly, a `Get` has the keys that are left.
         end: What it has returned.
         is_planned: Whether it plans a change, where it agrees on members; else None.
     """
@@ -124,9 +127,10 @@ class _Place:
 class _Program:
     """The program of one rank as a graph of places. A generator cannot be copied: each edge is replayed, once."""
 
-    def __init__(self, make: Callable[[], Any], refusal: str = "") -> None:
+    def __init__(self, make: Callable[[], Any], refusal: str, reads_singly: bool) -> None:
         self._make = make
         self._refusal = refusal
+        self._reads_singly = reads_singly
         self._places: dict[str, _Place] = {}
         self._edges: dict[tuple[int, Any], _Place] = {}
         self.start = self._place(())
@@ -141,13 +145,21 @@ class _Program:
 
     def _place(self, told: tuple[Any, ...]) -> _Place:
         generator = self._make()
+        read: dict[str, str] = {}
         try:
             wants = _next(generator, None, self._refusal)
-            for answer in told:
-                wants = _next(generator, answer, self._refusal)
+            for each in told:
+                answer = each
+                if self._reads_singly and isinstance(wants, Get) and each != _STRUCK:
+                    read |= each
+                    if wants.keys[1:]:
+                        wants = Get(wants.keys[1:])
+                        continue
+                    answer = read
+                wants, read = _next(generator, answer, self._refusal), {}
         except StopIteration as stop:
             return self._places.setdefault(repr(stop.value), _Place(told, None, stop.value))
-        parts, inner, is_planned = [repr(wants)], generator, None
+        parts, inner, is_planned = [repr((wants, read))], generator, None
         while inner is not None:
             local = {
                 name: value for name, value in inspect.getgeneratorlocals(inner).items() if name not in _STALE
@@ -209,9 +221,15 @@ class _Relevant:
 
 
 class _Stores:
-    """Every store that was met."""
+    """Every store that was met.
 
-    def __init__(self) -> None:
+    Args:
+        all_count: Whether every key counts, because a rank may have read an outcome before it was there and reads now
+            who has said what.
+    """
+
+    def __init__(self, all_count: bool) -> None:
+        self._all_count = all_count
         self._stores: dict[tuple[tuple[str, str], ...], _Store] = {}
         self._relevant: dict[tuple[tuple[str, str], ...], _Relevant] = {}
         self.empty = self._store({})
@@ -227,7 +245,8 @@ class _Stores:
         content = tuple(sorted(held.items()))
         found = self._stores.get(content)
         if found is None:
-            relevant = self._relevant.setdefault(_relevant(content), _Relevant())
+            counts = content if self._all_count else _relevant(content)
+            relevant = self._relevant.setdefault(counts, _Relevant())
             found = self._stores[content] = _Store(held, relevant)
         return found
 
@@ -299,8 +318,11 @@ def explore(members: int, limits: Limits) -> Result:
         make = partial(_planned, members=everybody, limits=limits)
     elif limits.strikes:
         make = partial(_serving, everybody=everybody, limits=limits)
-    programs = [_Program(partial(make, me), REFUSAL if me in limits.refusing else "") for me in everybody]
-    programs += [_Program(partial(_joining, members + each)) for each in range(limits.joiners)]
+    singly = limits.reads_singly
+    programs = [
+        _Program(partial(make, me), REFUSAL if me in limits.refusing else "", singly) for me in everybody
+    ]
+    programs += [_Program(partial(_joining, members + each), "", singly) for each in range(limits.joiners)]
     return _Explorer(programs, limits).explore()
 
 
@@ -386,7 +408,7 @@ class _Explorer:
     def __init__(self, programs: list[_Program], limits: Limits) -> None:
         self._programs = programs
         self._limits = limits
-        self._stores = _Stores()
+        self._stores = _Stores(limits.reads_singly)
         # What a rank may do depends on its own place, on the store and on little else: it is found once.
         self._steps: dict[Any, tuple[_Step, ...]] = {}
 
@@ -478,7 +500,7 @@ class _Explorer:
         elif isinstance(wants, Put):
             yield None
         elif isinstance(wants, Get):
-            yield {key: held[key] for key in wants.keys if key in held}
+            yield {key: held[key] for key in wants.keys[: 1 if limits.reads_singly else None] if key in held}
         elif isinstance(wants, _Serve):
             if f"broken/{wants.number}" in held:
                 yield True

@@ -1,5 +1,6 @@
 """The agreement on members, explored in every order of its steps."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 
 from coordinator.elastic import protocol
+from coordinator.elastic.protocol import Get
 from coordinator.errors import InternalError
 from tests.unit.coordinator.elastic.model_check import REFUSAL, Limits, explore
 
@@ -191,6 +193,98 @@ def test_who_calls_rebuild_beside_a_planned_change_gives_it_up_or_comes_too_late
         complete = {each for each in members if each.startswith("Complete")}
         assert len(complete) <= 1, end
         assert all(each.startswith(("Complete", "Excluded")) for each in members), end
+
+
+@pytest.mark.guarantee("E3", "E4", "E5", "E8")
+@pytest.mark.parametrize(
+    ("members", "limits"),
+    [
+        (3, Limits()),
+        (3, Limits(refusing=(1,))),
+        (2, Limits(refusing=(0, 1))),
+        (2, Limits(refusing=(1,), crashes=1)),
+        (2, Limits(refusing=(1,), give_ups=1)),
+        (2, Limits(failing=(1,))),
+        (2, Limits(crashes=1, give_ups=2)),
+        (2, Limits(strikes=1, crashes=1)),
+        (2, Limits(is_planned=True, leavers=(1,), crashes=1, give_ups=1)),
+        (2, Limits(is_planned=True, leavers=(1,), strikes=1)),
+        (2, Limits(is_planned=True, leavers=(1,), strays=(0,))),
+        (2, Limits(is_planned=True, leavers=(1,), strays=(1,))),
+        (2, Limits(is_planned=True, leavers=(1,), rebuilders=(0,))),
+        (2, Limits(is_planned=True, joiners=1, refusing=(1,))),
+        pytest.param(3, Limits(give_ups=1), marks=pytest.mark.thorough),
+        pytest.param(2, Limits(is_planned=True, joiners=1, crashes=1), marks=pytest.mark.thorough),
+        pytest.param(2, Limits(is_planned=True, joiners=1, give_ups=1), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_others_may_write_while_a_rank_reads_several_keys(members: int, limits: Limits) -> None:
+    """A store answers for one key after the other. All runs end as if it answered for all at once."""
+    at_once = explore(members, limits)
+    singly = explore(members, dataclasses.replace(limits, reads_singly=True))
+    assert singly.states > at_once.states
+    assert singly.ends.keys() == at_once.ends.keys()
+    assert singly.reasons == at_once.reasons
+
+
+def read_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all ranks read keys in the other order: a seeded bug."""
+    monkeypatch.setattr(protocol, "Get", lambda keys: Get(keys[::-1]))
+
+
+@pytest.mark.guarantee("E4")
+def test_a_rank_that_reads_first_what_is_written_first_misses_a_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A seeded bug: it finds `go` and no `members`, takes that for a planned change, and waits for another attempt."""
+    read_backwards(monkeypatch)
+    ends = explore(2, Limits(refusing=(1,), reads_singly=True)).ends
+    assert ("Late 2", "Refused 1") in ends
+
+
+@pytest.mark.guarantee("E3")
+@pytest.mark.parametrize("count", range(5))
+def test_a_rank_is_excluded_that_comes_while_the_others_complete_an_attempt(count: int) -> None:
+    """They have written everything when it has read `count` of the keys that tell how the attempt stands."""
+    assert end_beside_others(count) == protocol.Excluded(1, (1, 2))
+
+
+def test_a_rank_that_reads_members_first_finds_an_attempt_complete_that_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A seeded bug: it has read that nobody is chosen, and then that all have built their groups."""
+    read_backwards(monkeypatch)
+    with pytest.raises(KeyError, match="1/members"):
+        end_beside_others(1)
+
+
+def end_beside_others(count: int) -> protocol.End:
+    """Return the end of member 0; when it has read `count` keys, members 1 and 2 complete an attempt without it."""
+    decided = protocol._Decided(protocol.Chosen((1, 2)), (1, 2), False)
+    written = {
+        "1/members": msgspec.json.encode(decided).decode(),
+        "1/go": protocol.OK,
+        "1/result": protocol.OK,
+    }
+    store: dict[str, str] = {}
+    steps = protocol.agree_on_members(0, 0, (0, 1, 2))
+    answer: Any = None
+    read = 0
+    while True:
+        try:
+            wants = steps.send(answer)
+        except StopIteration as stop:
+            end: protocol.End = stop.value
+            return end
+        answer = frozenset() if isinstance(wants, protocol.Dead) else None
+        if isinstance(wants, Get):
+            answer = {}
+            for key in wants.keys:
+                if read == count:
+                    store.update(written)
+                read += 1
+                answer |= {key: store[key]} if key in store else {}
 
 
 @pytest.mark.guarantee("E8")

@@ -420,19 +420,23 @@ def test_a_rank_that_comes_wakes_nobody_unless_it_is_the_last() -> None:
     numbers: list[int] = []
 
     def resume(rank: int) -> int:
+        assert ends[rank].barrier() == _core.PENDING
         numbers.append(threading.get_native_id())
-        status = ends[rank].barrier()
-        return status if status != _core.PENDING else ends[rank].resume(int(GIVE_UP_S * 1e9))
+        return ends[rank].resume(int(GIVE_UP_S * 1e9))
+
+    def rest() -> bool:
+        """Return whether all ranks are in the second slice of their call, and none has woken up for 0.1 s."""
+        before = list(map(sleeps_of, numbers))
+        time.sleep(0.1)
+        is_there = len(numbers) == sleeping_in("resume") == len(waiting)
+        return is_there and before == list(map(sleeps_of, numbers))
 
     with ThreadPoolExecutor(len(ends)) as pool:
         waiting: list[Future[int]] = []
         before: dict[int, int] = {}
         for rank in range(len(ends) - 1):
             waiting.append(pool.submit(resume, rank))
-            # The first slice of a call ends after 0.05 s. Then the rank sleeps in the second one.
-            wait_until(lambda: sleeping_in("resume") == len(waiting), "the rank asleep")
-            time.sleep(0.1)
-            assert sleeping_in("resume") == rank + 1
+            wait_until(rest, "the rank asleep")
             assert {number: sleeps_of(number) for number in before} == before
             before = {number: sleeps_of(number) for number in numbers}
         assert ends[-1].barrier() == _core.DONE
